@@ -1,0 +1,1 @@
+"""The CuTe-DSL kernels of the Based backward. Nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""Building blocks that the scans share: registers, features, tiles, products, state, synchronisation."""

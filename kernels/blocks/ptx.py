@@ -1,0 +1,174 @@
+"""One PTX instruction each: packed bf16 arithmetic and shared-memory accesses with the width the layout was made for.
+
+The DSL reaches most of these through tensors, but it chooses width and order itself; a feature row is built from registers
+whose position is the whole point, so the few instructions that decide it are named here. Instructions that touch memory are
+marked as having side effects, which keeps them on their side of a barrier; arithmetic is left free to move.
+"""
+
+from cutlass import Float32, Int32, Int64, select_
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+ONES = 0x3F803F80  # (1.0, 1.0) as packed bf16
+HALVES = 0x3F003F00  # (0.5, 0.5)
+ONE_ZERO = 0x00003F80  # (1.0, 0.0): 1.0 in the low half
+
+
+def _asm(result, operands, text, constraints, loc, ip, memory=False):
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=memory,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def _words(values, loc, ip):
+    return [Int32(value).ir_value(loc=loc, ip=ip) for value in values]
+
+
+def _floats(values, loc, ip):
+    return [Float32(value).ir_value(loc=loc, ip=ip) for value in values]
+
+
+# ---- packed bf16: the low half is the first element ----
+
+
+@dsl_user_op
+def mul2(a, b, *, loc=None, ip=None):
+    """(a0 b0, a1 b1), each the bf16 rounding of the exact product."""
+    return Int32(_asm(T.i32(), _words((a, b), loc, ip), "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def pack2(low, high, *, loc=None, ip=None):
+    """Two fp32 values rounded to a packed bf16 pair."""
+    operands = _floats((high, low), loc, ip)
+    return Int32(_asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+
+
+@dsl_user_op
+def straddle(a, b, *, loc=None, ip=None):
+    """(a1, b0): the pair that begins one element after a."""
+    return Int32(_asm(T.i32(), _words((a, b), loc, ip), "prmt.b32 $0, $1, $2, 0x5432;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def _bits_to_float(word, *, loc=None, ip=None):
+    return Float32(llvm.bitcast(T.f32(), Int32(word).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def float_of(word):
+    """The fp32 value whose bits a 32-bit word holds."""
+    return _bits_to_float(word)
+
+
+def unpack2(word):
+    """[low, high] of a packed bf16 pair as fp32, exactly."""
+    return [_bits_to_float(Int32(word) << 16), _bits_to_float(Int32(word) & Int32(-65536))]
+
+
+def unpack(words):
+    """All elements of packed bf16 pairs, in order, as fp32."""
+    return [value for word in words for value in unpack2(word)]
+
+
+def pick(condition, a, b):
+    """a where condition holds, else b, for fp32: a select, never a branch."""
+    return Float32(select_(condition, Float32(a), Float32(b)))
+
+
+def pick_word(condition, a, b):
+    """The same for 32-bit words."""
+    return Int32(select_(condition, Int32(a), Int32(b)))
+
+
+@dsl_user_op
+def recompute(word, *, loc=None, ip=None):
+    """The same word, hidden from loop-invariant code motion: what is derived from it is computed where it is used, instead
+    of waiting in a register for the whole loop (a dozen addresses of a thread are 100 to 200 bytes of spills)."""
+    return Int32(_asm(T.i32(), _words((word,), loc, ip), "mov.b32 $0, $1;", "=r,r", loc, ip, memory=True))
+
+
+# ---- shared memory, by 32-bit shared address ----
+
+
+def _load_words(count, address, loc, ip):
+    kind, names = {1: ("b32", "$0"), 2: ("v2.b32", "{$0,$1}"), 4: ("v4.b32", "{$0,$1,$2,$3}")}[count]
+    text = f"ld.shared.{kind} {names}, [${count}];"
+    result = T.i32() if count == 1 else llvm.StructType.get_literal([T.i32()] * count)
+    out = _asm(result, _words((address,), loc, ip), text, ",".join(["=r"] * count + ["r"]), loc, ip, memory=True)
+    if count == 1:
+        return [Int32(out)]
+    return [Int32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+@dsl_user_op
+def lds32(address, *, loc=None, ip=None):
+    """One word."""
+    return _load_words(1, address, loc, ip)[0]
+
+
+@dsl_user_op
+def lds64(address, *, loc=None, ip=None):
+    """Two words, 8-byte aligned."""
+    return _load_words(2, address, loc, ip)
+
+
+@dsl_user_op
+def lds128(address, *, loc=None, ip=None):
+    """Four words, 16-byte aligned."""
+    return _load_words(4, address, loc, ip)
+
+
+@dsl_user_op
+def sts64(address, a, b, *, loc=None, ip=None):
+    """Two fp32 values, 8-byte aligned."""
+    operands = _words((address,), loc, ip) + _floats((a, b), loc, ip)
+    _asm(None, operands, "st.shared.v2.f32 [$0], {$1,$2};", "r,f,f", loc, ip, memory=True)
+
+
+@dsl_user_op
+def sts128(address, a, b, c, d, *, loc=None, ip=None):
+    """Four words, 16-byte aligned."""
+    operands = _words((address, a, b, c, d), loc, ip)
+    _asm(None, operands, "st.shared.v4.b32 [$0], {$1,$2,$3,$4};", "r,r,r,r,r", loc, ip, memory=True)
+
+
+@dsl_user_op
+def stmatrix4(address, a, b, c, d, *, loc=None, ip=None):
+    """Four 8x8 bf16 matrices from accumulator-shaped registers; lane l gives the address of row l % 8 of matrix l / 8."""
+    operands = _words((address, a, b, c, d), loc, ip)
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
+    _asm(None, operands, text, "r,r,r,r,r", loc, ip, memory=True)
+
+
+@dsl_user_op
+def ldmatrix4_transposed(address, *, loc=None, ip=None):
+    """Four 8x8 bf16 matrices, each transposed; lane l gives the address of row l % 8 of matrix l / 8."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];"
+    result = llvm.StructType.get_literal([T.i32()] * 4)
+    out = _asm(result, _words((address,), loc, ip), text, "=r,=r,=r,=r,r", loc, ip, memory=True)
+    return [Int32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+# ---- global memory, by 64-bit address ----
+
+
+@dsl_user_op
+def stg32(address, word, *, loc=None, ip=None):
+    """One word."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *_words((word,), loc, ip)]
+    _asm(None, operands, "st.global.b32 [$0], $1;", "l,r", loc, ip, memory=True)
+
+
+@dsl_user_op
+def stg64(address, a, b, *, loc=None, ip=None):
+    """Two fp32 values, 8-byte aligned."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *_floats((a, b), loc, ip)]
+    _asm(None, operands, "st.global.v2.f32 [$0], {$1,$2};", "l,f,f", loc, ip, memory=True)

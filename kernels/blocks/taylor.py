@@ -1,0 +1,237 @@
+"""The Taylor features in registers: building feature rows, and the adjoint of the feature map.
+
+Two sides: the state sums unweighted features phi(x) of the tokens behind it; a token meets it with psi(x) = w phi(x), w = 1/2
+on the squares. The order of the columns is that of `features.feature_slots`. On the token side a lane of a quad (the four
+lanes that share an accumulator row) works with the row rotated so that entry 0 is its first column, 2 * quad_lane: all
+indices below are then compile-time numbers. `own` entries are those whose columns the lane holds in an accumulator.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ..features import SLOT, feature_slots
+from .ptx import (
+    HALVES,
+    ONE_ZERO,
+    float_of,
+    lds32,
+    lds128,
+    mul2,
+    pack2,
+    pick,
+    pick_word,
+    recompute,
+    straddle,
+    sts128,
+    unpack,
+    unpack2,
+)
+
+
+class PackedRow:
+    """Entries of one row as packed bf16 pairs; indices wrap round."""
+
+    def __init__(self, words):
+        self.words, self.straddling = words, {}
+
+    def pair(self, j: int):
+        """(x_j, x_{j+1})."""
+        n = len(self.words)
+        i = (j // 2) % n
+        if j % 2 == 0:
+            return self.words[i]
+        if i not in self.straddling:
+            self.straddling[i] = straddle(self.words[i], self.words[(i + 1) % n])
+        return self.straddling[i]
+
+
+def own_entries(key_dim: int) -> list[int]:
+    """Rotated indices of the entries a lane owns: two of every eight."""
+    return [first + c for first in range(0, key_dim, SLOT) for c in (0, 1)]
+
+
+def load_rotated(tile, row, quad_lane, key_dim: int) -> PackedRow:
+    """Row `row` of a (tokens, 16) tile, rotated by 2 * quad_lane entries."""
+    words, quad_lane = key_dim // 2, recompute(quad_lane)
+    base, flip = tile.base + row * tile.width, tile.phase(row) << 2
+    return PackedRow([lds32(base + ((((quad_lane + j) & (words - 1)) ^ flip) << 2)) for j in range(words)])
+
+
+def psi_words(row: PackedRow, quad_lane, key_dim: int) -> list:
+    """psi(x) of one row as words of an A operand, one per slot: the columns 2 * quad_lane + {0, 1} of each.
+
+    torch: weights * torch.stack([x[:, a] * x[:, b] ...], 1), columns in feature order.
+    """
+    words = []
+    for slot in feature_slots(key_dim):
+        if slot.kind == "linear":
+            words.append(row.pair(slot.first))
+        elif slot.kind == "constant":
+            words.append(pick_word(quad_lane == 0, ONE_ZERO, 0))
+        else:
+            product = mul2(row.pair(slot.first), row.pair(slot.first + slot.shift))
+            if slot.shift == 0:
+                product = mul2(product, HALVES)
+            elif slot.products < SLOT:  # K = 8: columns 0..3 are products, 4 is the constant
+                product = pick_word(quad_lane < 2, product, pick_word(quad_lane == 2, ONE_ZERO, 0))
+            words.append(product)
+    return words
+
+
+# ---- the adjoint ----
+
+
+def adjoint(acc, half: int, x: list, quad_lane, lane, key_dim: int) -> list:
+    """Gradient of psi(x) . y with respect to x through the products alone, for the own entries, given accumulator row
+    `half` of y and the rotated fp32 entries x. Each product gives to both its entries; what belongs to another lane of the
+    quad goes there by shuffle.
+
+    torch: sum over products (a, b) of w_ab y_ab (e_a x_b + e_b x_a).
+    """
+    own = own_entries(key_dim)
+    grad: dict[int, Float32] = {}
+
+    def add(index, weight, value):
+        index %= key_dim
+        grad[index] = cute.math.fma(weight, value, grad[index]) if index in grad else weight * value
+
+    for number, slot in enumerate(feature_slots(key_dim)):
+        if slot.shift == 0 and slot.kind != "product":
+            continue
+        for c in (0, 1):
+            y = acc[c + 2 * half + 4 * number]
+            if slot.products < SLOT:
+                y = pick(quad_lane < 2, y, 0.0)
+            a, b = slot.first + c, (slot.first + c + slot.shift) % key_dim
+            add(a, y, x[b])
+            if slot.shift != 0:  # d(x_a^2 / 2) = x_a, given once
+                add(b, y, x[a])
+    return gather_own(grad, own, quad_lane, lane, key_dim)
+
+
+def gather_own(grad: dict, own: list, quad_lane, lane, key_dim: int) -> list:
+    """Sum over the quad what its lanes hold for this lane's own entries.
+
+    Entry e of lane t + d is entry 2d + e of lane t; past the last lane it wraps to 2d - 8 + e, which for K = 16 exchanges
+    the two eights.
+    """
+    total = [grad[e] for e in own]
+    for d in (1, 2, 3):
+        if 2 * d not in grad:
+            continue
+        source = (lane & ~3) | ((lane - d) & 3)
+        wraps = quad_lane >= 4 - d
+        for i, e in enumerate(own):
+            here, there = grad[(2 * d + e) % key_dim], grad[(2 * d + e + SLOT) % key_dim]
+            value = here if there is here else pick(wraps, there, here)
+            total[i] = total[i] + cute.arch.shuffle_sync(value, source)
+    return total
+
+
+def linear_columns(key_dim: int) -> list[int]:
+    """Accumulator indices (row half 0) of the linear features: the own entries, in order."""
+    numbers = [n for n, slot in enumerate(feature_slots(key_dim)) if slot.kind == "linear"]
+    return [c + 4 * n for n in numbers for c in (0, 1)]
+
+
+def linear_entries(acc, half: int, key_dim: int) -> list:
+    """The linear features' columns of accumulator row `half`, for the own entries."""
+    return [acc[column + 2 * half] for column in linear_columns(key_dim)]
+
+
+def constant_entry(acc, half: int, quad_lane, key_dim: int):
+    """The constant feature's column in the one lane of the quad that holds it, 0 in the others."""
+    number, column = (17, 0) if key_dim == 16 else (4, 4)
+    return pick(quad_lane == column // 2, acc[2 * half + 4 * number], 0.0)
+
+
+def quad_sum(value):
+    """Sum over the four lanes of a quad, in all of them."""
+    for offset in (1, 2):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
+    return value
+
+
+# ---- the state side: one thread writes half the features of one token to shared memory ----
+
+
+class ExactProducts:
+    """phi(x) from bf16 entries: every product is rounded once."""
+
+    def __init__(self, left, right):
+        self.left, self.right = PackedRow(left), PackedRow(right)
+        self.one = ONE_ZERO
+
+    def product(self, i, j):
+        return mul2(self.left.pair(i), self.right.pair(j))
+
+    def entry(self, j):
+        return self.left.pair(j)
+
+
+class ScaledProducts:
+    """weight * phi(scale x), scale and weight in fp32: each feature is the one rounding of an fp32 product."""
+
+    def __init__(self, left, right, scale, weight):
+        self.left, self.values = left, unpack(right)
+        self.linear_weight = weight * scale
+        product_weight = self.linear_weight * scale
+        self.weighted = [value * product_weight for value in unpack(left[: SLOT // 2])]
+        self.one = pack2(weight, 0.0)
+
+    def product(self, i, j):
+        n = len(self.values)
+        return pack2(self.weighted[i] * self.values[j % n], self.weighted[i + 1] * self.values[(j + 1) % n])
+
+    def entry(self, j):
+        a, b = unpack2(self.left[j // 2])
+        return pack2(a * self.linear_weight, b * self.linear_weight)
+
+
+def write_features(source, target, thread, key_dim: int, chunk: int, products):
+    """phi of a (chunk, 16) tile `source` into the (chunk, F) tile `target` by 128 threads, two to a token.
+
+    `products(left, right)` makes the row's products from its packed words.
+    """
+    row, side = thread % chunk, thread // chunk
+    if key_dim == 16:
+        _write_sixteen(source, target, row, side, products)
+    else:
+        _write_eight(source, target, row, side, products)
+
+
+def _slot_words(products, shift: int) -> list:
+    return [products.product(a, a + shift) for a in range(0, SLOT, 2)]
+
+
+def _write_sixteen(source, target, row, side, products):
+    """Side 0 writes the slots whose first entry is 0, side 1 those of entry 8: each sees its eight as entries 0..7."""
+    words = lds128(source.chunk(row, side)) + lds128(source.chunk(row, 1 - side))
+    x = products(words, words)
+    per_panel = target.chunks // 2
+
+    def write(number, slot):  # slot 2 * number + side
+        sts128(target.chunk(row, 2 * (number % per_panel) + side, number // per_panel), *slot)
+
+    for shift in range(SLOT):
+        write(shift, _slot_words(x, shift))
+    constant = [x.one, 0, 0, 0]
+    write(SLOT, [pick_word(side == 0, p, c) for p, c in zip(_slot_words(x, SLOT), constant)])
+    write(SLOT + 1, [x.entry(a) for a in range(0, SLOT, 2)])
+
+
+def _write_eight(source, target, row, side, products):
+    """Side 0 writes diagonals 0 and 1 and the half diagonal with the constant, side 1 diagonals 2 and 3 and x itself."""
+    words = lds128(source.chunk(row, 0))
+    turned = [pick_word(side == 1, words[(i + 1) % 4], words[i]) for i in range(4)]
+    x, plain = products(words, turned), products(words, words)
+    half = [plain.product(a, a + 4) for a in (0, 2)] + [x.one, 0]
+    last = [pick_word(side == 0, h, x.entry(2 * i)) for i, h in enumerate(half)]
+    sts128(target.chunk(row, 0, side), *_slot_words(x, 0))
+    sts128(target.chunk(row, 1, side), *_slot_words(x, 1))
+    sts128(target.chunk(row, side, 2), *last)
+
+
+def row_statistics(address, row):
+    """(r, h) of row `row`, fp32 pairs."""
+    return [float_of(lds32(address + row * 8)), float_of(lds32(address + row * 8 + 4))]

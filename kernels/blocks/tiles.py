@@ -1,0 +1,100 @@
+"""Shared-memory tiles: their layouts, their addresses, and the TMA copies that fill and drain them."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+CHUNK_BYTES = 16  # the unit the swizzles move: 8 bf16
+
+
+def swizzle_bytes(columns: int) -> int:
+    """Width of the widest swizzle that divides a bf16 row: 128, 64 or 32 bytes."""
+    return next(width for width in (128, 64, 32) if (2 * columns) % width == 0)
+
+
+def smem_layout(shape, buffers: int | None = None):
+    """Row-major (rows, columns[, buffers]) bf16 tile, swizzled so that WGMMA reads it along either mode.
+
+    Panels of one swizzle width stand one after the other, each with all rows: the address of (row, column) is the panel's
+    base plus row * width, with the 16-byte chunk index XORed by the row's phase (see SwizzledTile).
+    """
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, shape[1])
+    atom = warpgroup.make_smem_layout_atom(kind, BFloat16)
+    full, order = (shape, (0, 1)) if buffers is None else ((*shape, buffers), (0, 1, 2))
+    return cute.tile_to_shape(atom, full, order=order)
+
+
+def transposed(tensor):
+    """The same shared memory with its first two modes exchanged: what is K-major one way is MN-major the other."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, *range(2, cute.rank(tensor))]))
+
+
+class SwizzledTile:
+    """Addresses of 16-byte chunks in a tile of `smem_layout`, for accesses whose width and order are chosen by hand."""
+
+    def __init__(self, base, rows: int, columns: int):
+        self.base, self.rows, self.width = base, rows, swizzle_bytes(columns)
+
+    @property
+    def chunks(self) -> int:
+        """16-byte chunks in one row of one panel."""
+        return self.width // CHUNK_BYTES
+
+    def phase(self, row):
+        """What the swizzle XORs into the chunk index of `row`: three, two or one of the row's bits."""
+        return {128: row & 7, 64: (row >> 1) & 3, 32: (row >> 2) & 1}[self.width]
+
+    def chunk(self, row, inner, panel=0):
+        """Shared address of chunk `inner` (< chunks) of `row` in `panel`; a compile-time panel is an immediate."""
+        return self.base + row * self.width + ((inner ^ self.phase(row)) << 4) + panel * (self.rows * self.width)
+
+    def at(self, offset):
+        """The tile `offset` bytes further on: another buffer of the same layout."""
+        return SwizzledTile(self.base + offset, self.rows, self.chunks * CHUNK_BYTES // 2)
+
+
+def token_view(tensor):
+    """(B, T, H, D) in global memory as (T, D, H, B): the tile's modes first."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+
+
+class TmaTensor(NamedTuple):
+    """A TMA descriptor and the coordinate tensor that goes with it."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+def tma_load(tensor, layout, tile) -> TmaTensor:
+    """Global (B, T, H, D) to shared tiles of `tile` (tokens, D); rows past T and columns past D arrive as zeros."""
+    op = cpasync.CopyBulkTensorTileG2SOp()
+    return TmaTensor(*cpasync.make_tiled_tma_atom(op, token_view(tensor), cute.select(layout, mode=[0, 1]), tile))
+
+
+def tma_store(tensor, layout, tile) -> TmaTensor:
+    """Shared tiles of `tile` to global (B, T, H, D); rows past T are dropped."""
+    op = cpasync.CopyBulkTensorTileS2GOp()
+    return TmaTensor(*cpasync.make_tiled_tma_atom(op, token_view(tensor), layout, tile))
+
+
+def tma_partition(source: TmaTensor, smem, tile, head, batch):
+    """(shared [.., buffer], global [.., token chunk]) sides of the copies of one head."""
+    g = cute.local_tile(source.tensor[None, None, head, batch], tile, (None, 0))
+    return cpasync.tma_partition(
+        source.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
+    )
+
+
+def bulk_rows(tensor, head, batch, row_values: int, chunk: int):
+    """(B, H, T, row_values) fp32, contiguous: the values of one head cut into chunks, for the 1-D bulk copy."""
+    rows = tensor[batch, head, None, None]
+    flat = cute.make_tensor(rows.iterator, cute.make_layout(cute.size(rows)))
+    return cute.local_tile(flat, (row_values * chunk,), (None,))
+
+
+def bulk_copy_atom():
+    return cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)

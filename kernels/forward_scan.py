@@ -1,0 +1,190 @@
+"""Forward scan: chunks in order, state S = sum phi(k) v^T, out come dq and the row statistics r = 1/den, h = -nd r^2.
+
+Per chunk, queries as rows (i), keys as columns (j <= i), t = 1 + s:
+
+    (1) s   = q k^T                (2) dov = do v^T
+    (3) X   = ((dov - m) t) k      (4) T   = t k          m: the chunk's own mean of dov, weighted by A
+    (5) Y   = do S^T               (6) Z   = sum k + scale G q
+    den = sum_j A + psi(q).z + 1e-6        nd = sum_j A dov + psi(q).Y
+    dq  = scale (r (X + adjoint(Y)) + h Z + (h + r m) T)
+
+r and h are known last, so the two brackets that they multiply are formed apart. Taking m out of dov before rounding changes
+nothing in exact arithmetic, but keeps the brackets from cancelling where A has few entries (T = 1: dq is 0 to 1e-6).
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from .blocks import sync
+from .blocks.gemm import Product, buffer, register_operand
+from .blocks.ptx import pack2, pick, stg32, stg64
+from .blocks.state import Normaliser, issue_gram
+from .blocks.sync import WARPGROUP, Barrier
+from .blocks.taylor import (
+    ExactProducts,
+    adjoint,
+    constant_entry,
+    linear_entries,
+    load_rotated,
+    own_entries,
+    quad_sum,
+)
+from .blocks.ptx import unpack
+from .blocks.tiles import SwizzledTile
+from .scan import Scan
+
+DENOMINATOR_EPSILON = 1e-6
+
+
+class Outputs(NamedTuple):
+    """What the scan writes: dq (B, T, H, K) bf16 and statistics (B, H, T padded to chunks, 2) fp32, r and h."""
+
+    dq: cute.Tensor
+    statistics: cute.Tensor
+
+
+class ForwardScan(Scan):
+    backward = False
+    consumer_warps = 8
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        dq: cute.Tensor,
+        statistics: cute.Tensor,
+        scale: Float32,
+        stream,
+    ):
+        loads = self.loads(q, k, v, do)
+        batch, tokens, heads, _ = q.shape
+        self.kernel(loads, Outputs(dq, statistics), scale, tokens, heads).launch(
+            grid=[batch * heads, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, loads, outputs, scale: Float32, tokens: Int32, heads: Int32):
+        self.run(loads, outputs, scale, tokens, heads)
+
+    def state_products(self, at, statistics, row):
+        return ExactProducts
+
+    def token_parts(self, smem, parity):
+        c = self.config
+        return SimpleNamespace(
+            parity=parity,
+            scores=Product(c.chunk, smem.q, smem.k),  # (1)
+            values=Product(c.chunk, smem.do, smem.v),  # (2)
+            rows=Product(16, b=smem.k, b_transposed=True),  # (3), (4)
+            inter=Product(c.features, smem.do, smem.state, b_transposed=True),  # (5)
+            gram=Product(16, smem.q, smem.gram),  # (6)
+            normaliser=Normaliser(smem.gram, smem.sums, smem.k),
+            q=SwizzledTile(smem.q.iterator.toint(), c.chunk, c.padded_key_dim),
+        )
+
+    def token_products(self, g, at, chunk, stage):
+        """Products (1) to (6) of one chunk; returns them with the chunk's own row sums."""
+        c = self.config
+        s, dov = g.scores.accumulator(), g.values.accumulator()
+        warpgroup.fence()
+        g.scores.issue(s, buffer(g.scores.a, stage), buffer(g.scores.b, stage), commit=False)
+        g.values.issue(dov, buffer(g.values.a, stage), buffer(g.values.b, stage))
+        warpgroup.wait_group(0)
+        den, nd = self.row_sums(g, at, s, dov)
+        mean = [n * cute.arch.rcp_approx(d) for n, d in zip(nd, den)]
+        centred, ones = self.weights(s, dov, mean)
+
+        x, t = g.rows.accumulator(), g.rows.accumulator()
+        keys = buffer(g.rows.b, stage)
+        warpgroup.fence()
+        g.rows.issue(x, centred, keys, commit=False)
+        g.rows.issue(t, ones, keys)
+        sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+        sums = g.normaliser.load_sums(g.parity, g.quad_lane, c.key_dim)
+        warpgroup.wait_group(0)
+
+        y, z = g.inter.accumulator(), g.gram.accumulator()
+        warpgroup.fence()
+        issue_gram(g.gram, z, buffer(g.gram.a, stage), g.parity, accumulate=False, commit=False)
+        g.inter.issue(y, buffer(g.inter.a, stage), buffer(g.inter.b, g.parity))
+        warpgroup.wait_group(0)
+        return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, y=y, z=z, sums=sums, stage=stage)
+
+    def row_sums(self, g, at, s, dov):
+        """den and nd of the chunk itself, complete in every lane of the quad; s becomes t = 1 + s, 0 where j > i."""
+        den, nd = [Float32(0.0)] * 2, [Float32(0.0)] * 2
+        for eight in range(self.config.chunk // 8):
+            for half in range(2):
+                for c in range(2):
+                    i = c + 2 * half + 4 * eight
+                    keep = 8 * eight + 2 * g.quad_lane + c <= g.row + 8 * half
+                    t = pick(keep, cute.math.fma(s[i], at.scale, 1.0), 0.0)
+                    a = cute.math.fma(t * t, 0.5, pick(keep, 0.5, 0.0))
+                    s[i] = t
+                    den[half] = den[half] + a
+                    nd[half] = cute.math.fma(a, dov[i], nd[half])
+        return [quad_sum(value) for value in den], [quad_sum(value) for value in nd]
+
+    def weights(self, t, dov, mean):
+        """(dov - m) t and t as bf16 A operands."""
+        (centred, centred_words), (ones, ones_words) = (register_operand(self.config.chunk // 16) for _ in range(2))
+        for eight in range(self.config.chunk // 8):
+            for half in range(2):
+                i = 2 * half + 4 * eight
+                pair = [(dov[i + c] - mean[half]) * t[i + c] for c in range(2)]
+                centred_words[half + 2 * eight] = pack2(*pair)
+                ones_words[half + 2 * eight] = pack2(t[i], t[i + 1])
+        return centred, ones
+
+    def token_adjoint(self, g, at, chunk, work):
+        """r, h and dq of the own entries of both rows."""
+        c = self.config
+        rows = g.q.at(work.stage * (2 * c.chunk * c.padded_key_dim))
+        entries = [load_rotated(rows, g.row + 8 * half, g.quad_lane, c.key_dim) for half in range(2)]
+        return [self.finish_row(g, at, chunk, work, half, unpack(entries[half].words)) for half in range(2)]
+
+    def finish_row(self, g, at, chunk, work, half, q):
+        c, scale = self.config, at.scale
+        own = own_entries(c.key_dim)
+        grad = adjoint(work.y, half, q, g.quad_lane, g.lane, c.key_dim)
+        linear = linear_entries(work.y, half, c.key_dim)
+        z = [work.z[i % 2 + 2 * half + 4 * (i // 2)] for i in range(len(own))]  # scale G q
+        nd, den = constant_entry(work.y, half, g.quad_lane, c.key_dim), Float32(0.0)
+        for i, e in enumerate(own):
+            qs = q[e] * scale
+            nd = cute.math.fma(qs, cute.math.fma(grad[i], 0.5 * scale, linear[i]), nd)
+            den = cute.math.fma(qs, cute.math.fma(z[i], 0.5, work.sums[i]), den)
+        den = work.den[half] + quad_sum(den) + (Float32(chunk * c.chunk) + DENOMINATOR_EPSILON)
+        nd = work.nd[half] + quad_sum(nd)
+        r = cute.arch.rcp_approx(den)
+        h = -nd * r * r
+        own_weight = cute.math.fma(r, work.mean[half], h)
+        dq = []
+        for i in range(len(own)):
+            j = i % 2 + 2 * half + 4 * (i // 2)
+            bracket = cute.math.fma(grad[i], scale, linear[i]) + work.x[j]
+            value = r * bracket + h * (work.sums[i] + z[i]) + own_weight * work.t[j]
+            dq.append(value * scale)
+        return r, h, dq
+
+    @cute.jit
+    def write_rows(self, outputs, g, at, chunk, results):
+        """dq of rows before T; r and h of every row, so that the reverse scan loads finite numbers."""
+        c = self.config
+        for half in cutlass.range_constexpr(2):
+            row = chunk * c.chunk + g.row + 8 * half
+            r, h, dq = results[half]
+            if g.quad_lane == 0:
+                stg64(outputs.statistics[at.batch, at.head, row, None].iterator.toint(), r, h)
+            if row < at.tokens:
+                target = outputs.dq[at.batch, row, at.head, None].iterator.toint() + 4 * g.quad_lane
+                for eight in cutlass.range_constexpr(c.key_dim // 8):
+                    stg32(target + 16 * eight, pack2(dq[2 * eight], dq[2 * eight + 1]))

@@ -1,0 +1,236 @@
+"""Reverse scan: chunks from the last to the first, state dS = sum (r phi(q)) do^T, out come dk and dv.
+
+Per chunk, keys as rows (j), queries as columns (i >= j), t = 1 + s, r and h of the queries from the forward scan:
+
+    (1) s^T = k q^T                (2) dov^T = v do^T
+    (3) dk  = ((r dov + h) t)^T q  (4) dv    = (r A)^T do
+    (5) dk += scale G_h k          (6) dv   += psi(k) dS      G_h = sum h q q^T over the queries behind the chunk
+    (7) W   = v dS^T
+    dk = scale (dk + sum h q) + adjoint(W)
+
+scale and r ride on the features of the state, so W and (6) need neither.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.math import fma
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from .blocks import sync
+from .blocks.gemm import Product, buffer, register_operand
+from .blocks.ptx import float_of, lds128, pack2, pick, recompute, stg32, stmatrix4, unpack
+from .blocks.state import Normaliser, issue_gram
+from .blocks.sync import WARP, WARPGROUP, Barrier
+from .blocks.taylor import (
+    ScaledProducts,
+    adjoint,
+    linear_entries,
+    load_rotated,
+    psi_words,
+    row_statistics,
+)
+from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, tma_store
+from .scan import Scan
+
+PSI_STEPS = 4  # k-steps of psi(k) built at a time; two builds (32 registers) are in flight beside dv's 64 accumulators
+
+
+class Outputs(NamedTuple):
+    """statistics (B, H, T padded to chunks, 2) fp32 in; dk (B, T, H, K) and dv (B, T, H, V) bf16 out."""
+
+    statistics: cute.Tensor
+    dk: cute.Tensor
+    dv: TmaTensor
+
+
+class ReverseScan(Scan):
+    backward = True
+    consumer_warps = 9  # the storing warp too
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        statistics: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: Float32,
+        stream,
+    ):
+        loads = self.loads(q, k, v, do)
+        outputs = Outputs(statistics, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
+        batch, tokens, heads, _ = q.shape
+        self.kernel(loads, outputs, scale, tokens, heads).launch(
+            grid=[batch * heads, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, loads, outputs, scale: Float32, tokens: Int32, heads: Int32):
+        self.run(loads, outputs, scale, tokens, heads)
+
+    def state_products(self, at, statistics, row):
+        r, _ = row_statistics(statistics, row)
+        return partial(ScaledProducts, scale=at.scale, weight=r)
+
+    @cute.jit
+    def help(self, outputs, smem, pipe, at, warp):
+        """Warps 1 and 2: each stores dv of one token warpgroup from the chunk's v tile, then releases the stage.
+
+        Waiting for the store inside the token warpgroup costs 10% of the pass.
+        """
+        c = self.config
+        if warp < 3:
+            parity = warp - 1
+            tiles = cute.flat_divide(smem.v, (64, 64))
+            target = cute.local_tile(outputs.dv.tensor[None, None, at.head, at.batch], (64, 64), (None, None))
+            source, target = cpasync.tma_partition(
+                outputs.dv.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(target, 0, 2)
+            )
+            stage = sync.consumer_state(c.stages)
+            if parity == 1:
+                stage.advance()
+            for turn in cutlass.range((at.chunks - parity + 1) // 2, unroll=1):
+                chunk = self.chunk_of(at, 2 * turn + parity)
+                sync.wait(Barrier.STAGED, parity, WARPGROUP + WARP)
+                for panel in cutlass.range_constexpr(c.value_dim // 64):
+                    cute.copy(outputs.dv.atom, source[None, 0, panel, stage.index], target[None, chunk, panel])
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                pipe.consumer_release(stage)
+                stage.advance()
+                stage.advance()
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def token_parts(self, smem, parity):
+        c = self.config
+        return SimpleNamespace(
+            parity=parity,
+            scores=Product(c.chunk, smem.k, smem.q),  # (1)
+            values=Product(c.chunk, smem.v, smem.do),  # (2)
+            rows=Product(16, b=smem.q, b_transposed=True),  # (3)
+            own=Product(c.value_dim, b=smem.do, b_transposed=True),  # (4)
+            gram=Product(16, smem.k, smem.gram),  # (5)
+            inter=Product(c.value_dim, b=smem.state),  # (6)
+            adjoint=Product(c.features, smem.v, smem.state, b_transposed=True),  # (7)
+            normaliser=Normaliser(smem.gram, smem.sums, smem.q),
+            k=SwizzledTile(smem.k.iterator.toint(), c.chunk, c.padded_key_dim),
+            v=SwizzledTile(smem.v.iterator.toint(), c.chunk, c.value_dim),
+            statistics=smem.statistics.iterator.toint(),
+        )
+
+    def token_products(self, g, at, chunk, stage):
+        """Products (1) to (7) of one chunk; dv leaves through shared memory, dk and W are returned."""
+        c = self.config
+        s, dov = g.scores.accumulator(), g.values.accumulator()
+        warpgroup.fence()
+        g.scores.issue(s, buffer(g.scores.a, stage), buffer(g.scores.b, stage), commit=False)
+        g.values.issue(dov, buffer(g.values.a, stage), buffer(g.values.b, stage))
+        warpgroup.wait_group(0)
+        a, ds = self.weights(g, at, s, dov, g.statistics + stage * (8 * c.chunk))
+
+        dk, dv = g.rows.accumulator(), g.own.accumulator()
+        warpgroup.fence()
+        g.rows.issue(dk, ds, buffer(g.rows.b, stage), commit=False)
+        g.own.issue(dv, a, buffer(g.own.b, stage))
+        sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+        warpgroup.wait_group(0)
+
+        rows = g.k.at(stage * (2 * c.chunk * c.padded_key_dim))
+        warpgroup.fence()
+        issue_gram(g.gram, dk, buffer(g.gram.a, stage), g.parity, accumulate=True, commit=True)
+        self.add_inter(g, dv, rows)
+        warpgroup.wait_group(0)
+        packed = [pack2(dv[2 * i], dv[2 * i + 1]) for i in range(c.value_dim // 4)]
+
+        w = g.adjoint.accumulator()
+        warpgroup.fence()
+        g.adjoint.issue(w, buffer(g.adjoint.a, stage), buffer(g.adjoint.b, g.parity))
+        warpgroup.wait_group(0)
+        self.stage_dv(g, packed, stage)
+        sums = g.normaliser.load_sums(g.parity, g.quad_lane, c.key_dim)
+        return SimpleNamespace(dk=dk, w=w, sums=sums, stage=stage)
+
+    def weights(self, g, at, s, dov, statistics):
+        """(r A)^T and ((r dov + h) t)^T as bf16 A operands, 0 where the query comes before the key."""
+        (a, a_words), (ds, ds_words) = (register_operand(self.config.chunk // 16) for _ in range(2))
+        for eight in range(self.config.chunk // 8):
+            rh = [float_of(word) for word in lds128(statistics + (8 * eight + 2 * g.quad_lane) * 8)]
+            for half in range(2):
+                pair = []
+                for c in range(2):
+                    i, r, h = c + 2 * half + 4 * eight, rh[2 * c], rh[2 * c + 1]
+                    keep = 8 * eight + 2 * g.quad_lane + c >= g.row + 8 * half
+                    t = fma(s[i], at.scale, 1.0)
+                    weight = fma(t * t, 0.5, 0.5) * r
+                    adjoint_weight = fma(dov[i], r, h) * t
+                    pair.append((pick(keep, weight, 0.0), pick(keep, adjoint_weight, 0.0)))
+                a_words[half + 2 * eight] = pack2(pair[0][0], pair[1][0])
+                ds_words[half + 2 * eight] = pack2(pair[0][1], pair[1][1])
+        return a, ds
+
+    def add_inter(self, g, dv, rows):
+        """(6), a few k-steps at a time so that psi(k) never takes more than 4 * PSI_STEPS registers."""
+        c = self.config
+        state = buffer(g.inter.b, g.parity)
+        for first in range(0, c.features // 16, PSI_STEPS):
+            steps = range(first, min(first + PSI_STEPS, c.features // 16))
+            psi, words = register_operand(len(steps))
+            for half in range(2):
+                row = load_rotated(rows, g.row + 8 * half, g.quad_lane, c.key_dim)
+                slots = psi_words(row, g.quad_lane, c.key_dim)
+                for number in range(2 * len(steps)):
+                    words[half + 2 * number] = slots[2 * first + number]
+            warpgroup.fence()
+            atom = cute.make_mma_atom(g.inter.mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+            for i, step in enumerate(steps):
+                cute.gemm(atom, dv, psi[None, None, i], state[None, None, step], dv)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+
+    def stage_dv(self, g, packed, stage):
+        """dv as bf16 over the chunk's v tile, which (2) and (7) have read; a helper warp stores it."""
+        c = self.config
+        tile = g.v.at(stage * (2 * c.chunk * c.value_dim))
+        row = g.row - g.lane // 4 + g.lane % 16
+        for n in range(c.value_dim // 16):
+            address = tile.chunk(row, 2 * (n % 4) + g.lane // 16, n // 4)
+            stmatrix4(address, *packed[4 * n : 4 * n + 4])
+        sync.publish()
+        sync.arrive(Barrier.STAGED, g.parity, WARPGROUP + WARP)
+
+    def token_adjoint(self, g, at, chunk, work):
+        """dk of the own entries of both rows."""
+        c = self.config
+        rows = g.k.at(work.stage * (2 * c.chunk * c.padded_key_dim))
+        results = []
+        for half in range(2):
+            k = unpack(load_rotated(rows, g.row + 8 * half, g.quad_lane, c.key_dim).words)
+            grad = adjoint(work.w, half, k, g.quad_lane, g.lane, c.key_dim)
+            linear = linear_entries(work.w, half, c.key_dim)
+            row = []
+            for i in range(len(linear)):
+                dk = work.dk[i % 2 + 2 * half + 4 * (i // 2)] + work.sums[i]
+                row.append(fma(dk, at.scale, grad[i] + linear[i]))
+            results.append(row)
+        return results
+
+    @cute.jit
+    def write_rows(self, outputs, g, at, chunk, results):
+        """dk of rows before T."""
+        c = self.config
+        for half in cutlass.range_constexpr(2):
+            row = chunk * c.chunk + g.row + 8 * half
+            dk = results[half]
+            if row < at.tokens:
+                target = outputs.dk[at.batch, row, at.head, None].iterator.toint() + 4 * g.quad_lane
+                for eight in cutlass.range_constexpr(c.key_dim // 8):
+                    stg32(target + 16 * eight, pack2(dk[2 * eight], dk[2 * eight + 1]))

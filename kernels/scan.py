@@ -1,0 +1,305 @@
+"""The body that both scans share: storage, TMA loads, warp roles, and the warpgroup that carries the state.
+
+One CTA scans one (batch, head), chunk by chunk. 16 warps:
+
+    warp 0            loads q, k, v, do (and r, h) of a chunk into a stage of the ring
+    warps 1, 2        helpers of the pass (the reverse scan stores dv through them)
+    warps 4..7        the state warpgroup: S^T (V x F) in its accumulators, the normaliser beside it. Per chunk: build
+                      phi, S^T += x^T phi, publish the bf16 copy for the next chunk
+    warps 8..11, 12..15   two token warpgroups that take chunks in turn: everything a chunk's own tokens need
+
+    buffer            writer            reader
+    sQ sK sV sO       TMA (warp 0)      token products, features, S^T update     ring of `stages`
+    sStatistics       TMA (warp 0)      token elementwise, features (reverse)    ring of `stages`
+    sState x 2        state warpgroup   token products (Y, W, dv)                STATE_FULL / STATE_FREE, by parity
+    sGram, sums x 2   state warpgroup   token products and elementwise           the same
+    sPhi              state warpgroup   S^T update                               STATE
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from .blocks import sync
+from .blocks.gemm import Product, buffer, k_step
+from .blocks.ptx import recompute
+from .blocks.state import Normaliser, gram_operand, publish_state
+from .blocks.sync import WARPGROUP, Barrier
+from .blocks.taylor import write_features
+from .blocks.tiles import (
+    SwizzledTile,
+    TmaTensor,
+    bulk_copy_atom,
+    bulk_rows,
+    smem_layout,
+    tma_load,
+    tma_partition,
+)
+from .config import ScanConfig
+
+
+class Loads(NamedTuple):
+    """The four input tensors as TMA loads."""
+
+    q: TmaTensor
+    k: TmaTensor
+    v: TmaTensor
+    do: TmaTensor
+
+
+class Scan:
+    """Base of the passes. A pass sets `backward` and `consumer_warps` and writes `state_features`, `token_step`, `finish`."""
+
+    backward: bool  # chunks are taken from the last to the first
+    consumer_warps: int  # warps that release a stage: state 4, one token warpgroup 4, helpers
+
+    def __init__(self, config: ScanConfig):
+        self.config = config
+
+    # ---- host side, traced once per compile ----
+
+    def layouts(self) -> SimpleNamespace:
+        c = self.config
+        return SimpleNamespace(
+            rows=smem_layout((c.chunk, c.padded_key_dim), c.stages),
+            values=smem_layout((c.chunk, c.value_dim), c.stages),
+            state=smem_layout((c.value_dim, c.features), 2),
+            phi=smem_layout((c.chunk, c.features)),
+            gram=smem_layout((16, 16), 4),
+        )
+
+    def storage(self, layouts):
+        """The shared-memory struct; its size is the config's arithmetic, checked here."""
+        c = self.config
+
+        def tile(layout):
+            return cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
+
+        row_values = 2 * c.chunk * c.stages if self.backward else 0
+
+        @cute.struct
+        class Storage:
+            v: tile(layouts.values)
+            do: tile(layouts.values)
+            state: tile(layouts.state)
+            phi: tile(layouts.phi)
+            q: tile(layouts.rows)
+            k: tile(layouts.rows)
+            gram: tile(layouts.gram)
+            sums: cute.struct.MemRange[Float32, 2 * 16]
+            statistics: cute.struct.MemRange[Float32, row_values]
+            barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+
+        size = Storage.size_in_bytes()
+        assert size == c.shared_memory, f"{c.name}: storage takes {size} bytes, config says {c.shared_memory}"
+        return Storage
+
+    def loads(self, q, k, v, do) -> Loads:
+        c, layouts = self.config, self.layouts()
+        rows, values = (c.chunk, c.padded_key_dim), (c.chunk, c.value_dim)
+        return Loads(
+            tma_load(q, layouts.rows, rows),
+            tma_load(k, layouts.rows, rows),
+            tma_load(v, layouts.values, values),
+            tma_load(do, layouts.values, values),
+        )
+
+    # ---- device side ----
+
+    def allocate(self):
+        """Shared memory as tensors; `sums`, `statistics` are addresses."""
+        layouts = self.layouts()
+        storage = SmemAllocator().allocate(self.storage(layouts))
+
+        def tensor(field, layout):
+            return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+        c = self.config
+        statistics = storage.statistics.get_tensor(cute.make_layout((2 * c.chunk, c.stages))) if self.backward else None
+        return SimpleNamespace(
+            q=tensor(storage.q, layouts.rows),
+            k=tensor(storage.k, layouts.rows),
+            v=tensor(storage.v, layouts.values),
+            do=tensor(storage.do, layouts.values),
+            state=tensor(storage.state, layouts.state),
+            phi=tensor(storage.phi, layouts.phi),
+            gram=tensor(storage.gram, layouts.gram),
+            sums=storage.sums.data_ptr().toint(),
+            statistics=statistics,
+            barriers=storage.barriers.data_ptr(),
+        )
+
+    @cute.jit
+    def run(self, loads, outputs, scale, tokens, heads):
+        """The device entry's body: allocate, then hand each warp its role."""
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for source in loads:
+                cpasync.prefetch_descriptor(source.atom)
+        smem = self.allocate()
+        pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, c.tile_bytes)
+        block = cute.arch.block_idx()[0]
+        at = SimpleNamespace(
+            head=block % heads,
+            batch=block // heads,
+            tokens=tokens,
+            chunks=cute.ceil_div(tokens, c.chunk),
+            scale=scale,
+        )
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.producer_registers)
+            if warp == 0:
+                self.load(loads, outputs, smem, pipe, at)
+            else:
+                self.help(outputs, smem, pipe, at, warp)
+        else:
+            if warp < 8:
+                cute.arch.setmaxregister_increase(c.state_registers)
+                self.carry_state(smem, pipe, at)
+            else:
+                cute.arch.setmaxregister_increase(c.token_registers)
+                self.take_chunks(outputs, smem, pipe, at)
+
+    def chunk_of(self, at, step):
+        """The chunk taken at step `step` of the scan."""
+        return at.chunks - 1 - step if self.backward else step
+
+    @cute.jit
+    def load(self, loads, outputs, smem, pipe, at):
+        """Warp 0: one stage a chunk, q, k, v, do and in the reverse scan r, h on one mbarrier."""
+        c = self.config
+        rows, values = (c.chunk, c.padded_key_dim), (c.chunk, c.value_dim)
+        sides = [
+            (source.atom, *tma_partition(source, tile, shape, at.head, at.batch))
+            for source, tile, shape in zip(loads, (smem.q, smem.k, smem.v, smem.do), (rows, rows, values, values))
+        ]
+        statistics = bulk_rows(outputs.statistics, at.head, at.batch, 2, c.chunk)
+        stage = sync.producer_state(c.stages)
+        for step in cutlass.range(at.chunks, unroll=1):
+            chunk = self.chunk_of(at, step)
+            pipe.producer_acquire(stage)
+            barrier = pipe.producer_get_barrier(stage)
+            for atom, shared, source in sides:
+                cute.copy(atom, source[None, chunk], shared[None, stage.index], tma_bar_ptr=barrier)
+            if cutlass.const_expr(self.backward):
+                with cute.arch.elect_one():
+                    cute.copy(
+                        bulk_copy_atom(),
+                        statistics[None, chunk],
+                        smem.statistics[None, stage.index],
+                        mbar_ptr=barrier,
+                    )
+            stage.advance()
+
+    @cute.jit
+    def help(self, outputs, smem, pipe, at, warp):
+        """Warps 1 to 3: nothing, unless the pass has work for them."""
+
+    @cute.jit
+    def carry_state(self, smem, pipe, at):
+        """The state warpgroup: publish the state before the first chunk (zero), then absorb and publish, chunk by chunk.
+
+        The last chunk is not absorbed: nobody asks for the state behind it.
+        """
+        c = self.config
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        g = self.state_parts(smem, thread)
+        g.state.fill(0.0)
+        g.gram.fill(0.0)
+        self.publish(g, at, Int32(0))
+        stage = sync.consumer_state(c.stages)
+        for step in cutlass.range(at.chunks - 1, unroll=1):
+            pipe.consumer_wait(stage)
+            self.absorb(g, at, stage.index)
+            pipe.consumer_release(stage)
+            stage.advance()
+            self.publish(g, at, (step + 1) % 2)
+
+    def state_parts(self, smem, thread):
+        """Operands, accumulators and tiles of the state warpgroup."""
+        c = self.config
+        rows, values = (smem.q, smem.do) if self.backward else (smem.k, smem.v)
+        update = Product(c.features, values, smem.phi, a_transposed=True, b_transposed=True)
+        normaliser = Normaliser(smem.gram, smem.sums, rows)
+        return SimpleNamespace(
+            thread=thread,
+            update=update,  # S^T (V x F) += x^T (V x C) phi (C x F)
+            normaliser=normaliser,  # G += y^T y
+            state=update.accumulator(c.value_dim),
+            gram=normaliser.update.accumulator(),
+            state_tile=SwizzledTile(smem.state.iterator.toint(), c.value_dim, c.features),
+            phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features),
+            rows=SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim),
+            statistics=smem.statistics.iterator.toint() if self.backward else None,
+        )
+
+    def absorb(self, g, at, stage):
+        """S^T += x^T phi and G += y^T y over the chunk in `stage`."""
+        c, thread = self.config, recompute(g.thread)
+        rows = g.rows.at(stage * (2 * c.chunk * c.padded_key_dim))
+        statistics = g.statistics + stage * (8 * c.chunk) if self.backward else None
+        gram = g.normaliser.update
+        for step in range(c.chunk // 16):  # one at a time: beside the state there is no room for four operands
+            operand = gram_operand(rows, thread, step, statistics)
+            warpgroup.fence()
+            gram.issue(g.gram, operand, k_step(buffer(gram.b, stage), step), accumulate=True)
+            warpgroup.wait_group(0)
+        products = self.state_products(at, statistics, thread % c.chunk)
+        write_features(rows, g.phi_tile, thread, c.key_dim, c.chunk, products)
+        sync.publish()
+        sync.wait(Barrier.STATE, 0, WARPGROUP)
+        warpgroup.fence()
+        g.update.issue(g.state, buffer(g.update.a, stage), g.update.b, accumulate=True)
+        warpgroup.wait_group(0)
+
+    def publish(self, g, at, buf):
+        """Copies of the state and the normaliser for the chunk of parity `buf`, once its buffer is free.
+
+        The wait also keeps the warps together: none builds the next phi while another still multiplies by this one.
+        """
+        c, thread = self.config, recompute(g.thread)
+        sync.wait(Barrier.STATE_FREE, buf, 2 * WARPGROUP)
+        tile = g.state_tile.at(buf * (2 * c.value_dim * c.features))
+        publish_state(g.state, tile, thread, c.value_dim, c.features)
+        g.normaliser.publish(g.gram, at.scale, buf, thread)
+        sync.publish()
+        sync.arrive(Barrier.STATE_FULL, buf, 2 * WARPGROUP)
+
+    @cute.jit
+    def take_chunks(self, outputs, smem, pipe, at):
+        """A token warpgroup: every other chunk, from the stage and the state copy of its parity."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
+        parity = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        parts = self.token_parts(smem, parity)
+        mine = (at.chunks - parity + 1) // 2
+        stage = sync.consumer_state(c.stages)
+        if parity == 1:
+            stage.advance()
+        if mine > 0:
+            sync.arrive(Barrier.STATE_FREE, parity, 2 * WARPGROUP)
+        for turn in cutlass.range(mine, unroll=1):
+            chunk = self.chunk_of(at, 2 * turn + parity)
+            g = self.placed(parts, thread % WARPGROUP)
+            pipe.consumer_wait(stage)
+            work = self.token_products(g, at, chunk, stage.index)
+            if turn + 1 < mine:
+                sync.arrive(Barrier.STATE_FREE, parity, 2 * WARPGROUP)
+            g = self.placed(parts, thread % WARPGROUP)
+            results = self.token_adjoint(g, at, chunk, work)
+            pipe.consumer_release(stage)
+            stage.advance()
+            stage.advance()
+            self.write_rows(outputs, g, at, chunk, results)
+
+    def placed(self, parts, thread):
+        """The parts with this thread's place in a 64-row tile: its lane, its lane in the quad, its first row."""
+        thread = recompute(thread)
+        lane = thread % 32
+        return SimpleNamespace(**vars(parts), lane=lane, quad_lane=lane % 4, row=16 * (thread // 32) + lane // 4)

@@ -1,0 +1,437 @@
+"""The operator and its front door without a GPU: schema, layouts, compilation, messages, backend choice, and the launch
+of the two scans against stand-ins that compute what the kernels compute."""
+
+import contextlib
+import importlib.util
+import math
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import based_bwd
+import based_cute
+from based_cute import accuracy, based_backward, launcher, reference
+from based_cute.kernels import config
+
+OP = torch.ops.based.backward.default
+SHAPE = (2, 70, 3, 8, 16)
+
+
+@pytest.fixture
+def inputs():
+    return accuracy.make_inputs(SHAPE, "cpu")
+
+
+def equal(gradients, others):
+    return all(torch.equal(x, y) for x, y in zip(gradients, others, strict=True))
+
+
+def contiguous_strides(x):
+    return torch.empty(x.shape, device="meta").stride()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The package
+
+
+def test_public_names():
+    assert based_cute.__all__ == ["based_backward"]
+    assert based_bwd.based_backward is based_cute.based_backward
+    assert isinstance(based_cute.__version__, str) and based_cute.__version__
+
+
+IMPORT_ALONE = """
+import sys
+{before}
+import based_cute, torch
+q = torch.randn(1, 5, 1, 8)
+v = torch.randn(1, 5, 1, 4)
+gradients = based_cute.based_backward(q, q, v, v)
+assert all(x.isfinite().all() for x in gradients)
+assert not torch.cuda.is_initialized()
+assert sys.modules.get("cutlass") is None, "the DSL was imported"
+"""
+
+
+WITHOUT_DSL = "sys.modules.update(cutlass=None, fcntl=None)"
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_DSL], ids=["plain", "without the DSL"])
+def test_import_and_cpu_path_need_neither_cuda_nor_the_dsl(before):
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    script = IMPORT_ALONE.format(before=before)
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operator
+
+
+def test_schema():
+    schema = "based::backward(Tensor q, Tensor k, Tensor v, Tensor do, float? scale=None) -> (Tensor, Tensor, Tensor)"
+    assert str(OP._schema) == schema
+
+
+def test_opcheck_in_every_layout(inputs, relayout):
+    torch.library.opcheck(OP, tuple(relayout(x) for x in inputs))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_opcheck_with_scale(inputs, scale):
+    torch.library.opcheck(OP, inputs, {"scale": scale})
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 8, 4), (2, 0, 3, 8, 4), (2, 5, 0, 8, 4), (1, 1, 1, 1, 1)], ids=str)
+def test_opcheck_empty_and_smallest(shape):
+    torch.library.opcheck(OP, accuracy.make_inputs(shape, "cpu"))
+
+
+def test_layouts_agree_and_outputs_are_contiguous(inputs, relayout):
+    views = [relayout(x) for x in inputs]
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in views]
+    gradients = based_backward(*views)
+    assert equal(gradients, based_backward(*copies))
+    assert all(x.stride() == contiguous_strides(x) for x in gradients)
+    assert equal(views, copies)  # and nothing was written to the inputs
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (0, 5, 2, 8, 4), (2, 0, 3, 8, 4)], ids=str)
+def test_outputs_are_fresh_memory(shape):
+    inputs = accuracy.make_inputs(shape, "cpu")
+    gradients = based_backward(*inputs)
+    storages = [x.untyped_storage()._cdata for x in (*inputs, *gradients)]
+    assert len(set(storages)) == len(storages)
+
+
+@pytest.mark.parametrize("dtype", launcher.DTYPES, ids=str)
+def test_cpu_values_and_dtypes(dtype):
+    inputs = accuracy.make_inputs(SHAPE, "cpu", dtype=dtype)
+    gradients = based_backward(*inputs)
+    rounding = 1e-15 if dtype == torch.float64 else max(1e-6, torch.finfo(dtype).eps)
+    assert max(accuracy.measure_errors(gradients, accuracy.gold_gradients(*inputs))) <= rounding
+    assert all(x.dtype == dtype for x in gradients)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_gradients_carry_no_graph(inputs, backend):
+    leaves = [x.requires_grad_() for x in inputs]
+    assert not any(x.requires_grad for x in based_backward(*leaves, backend=backend))
+
+
+def test_differentiating_the_operator_raises(inputs):
+    dq, _, _ = OP(*(x.requires_grad_() for x in inputs))
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        dq.sum().backward()
+
+
+def test_meta_and_fake_tensors():
+    inputs = [x.to("meta") for x in accuracy.make_inputs(SHAPE, "cpu")]
+    gradients = based_backward(*inputs)
+    with FakeTensorMode():
+        fake = based_backward(*(torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in inputs))
+    for x, y, like in zip(gradients, fake, inputs, strict=False):
+        assert x.shape == y.shape == like.shape and x.dtype == y.dtype == like.dtype
+        assert (x.device.type, y.device.type) == ("meta", "cuda")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scale
+
+
+def test_scale_none_and_zero_differ(inputs):
+    assert equal(based_backward(*inputs), based_backward(*inputs, 8**-0.5))
+    dq, dk, _ = based_backward(*inputs, 0.0)
+    assert not dq.any() and not dk.any()
+
+
+@pytest.mark.parametrize("scale", [2, np.float32(0.5), np.float64(0.5), -1.5])
+def test_scale_may_be_any_real_number(inputs, scale):
+    assert equal(based_backward(*inputs, scale), based_backward(*inputs, float(scale)))
+
+
+@pytest.mark.parametrize("scale", [True, "0.5", torch.tensor(0.5), 1j], ids=["bool", "str", "tensor", "complex"])
+def test_scale_of_another_type(inputs, scale):
+    with pytest.raises(TypeError, match="got scale of type .*, need a float or None; call float"):
+        based_backward(*inputs, scale)
+
+
+@pytest.mark.parametrize("call", [based_backward, OP], ids=["function", "operator"])
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_scale_not_finite(inputs, scale, call):
+    with pytest.raises(ValueError, match="need a finite number, or None"):
+        call(*inputs, scale)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rejections: what was got, what is needed, what to call instead
+
+
+def swap(x):
+    return x.transpose(1, 2)
+
+
+REJECTIONS = {
+    "no tensor": (lambda q, k, v, do: (q, k, v, do.tolist()), TypeError, "got do of type list, need a torch.Tensor"),
+    "mixed dtypes": (
+        lambda q, k, v, do: (q, k, v, do.float()),
+        TypeError,
+        r"q bfloat16, k bfloat16, v bfloat16, do float32, need one dtype; cast with \.to\(torch\.bfloat16\)",
+    ),
+    "integers": (
+        lambda *xs: tuple(x.long() for x in xs),
+        TypeError,
+        r"need one of bfloat16, float16, float32, float64; cast with \.to\(torch\.bfloat16\)",
+    ),
+    "rank": (lambda q, k, v, do: (q[0], k, v, do), ValueError, r"got q of shape \(70, 3, 8\), need four dimensions"),
+    "devices": (
+        lambda q, k, v, do: (q, k.to("meta"), v, do),
+        ValueError,
+        r"got q on cpu and k on meta, need one device; call k\.to\(q\.device\)",
+    ),
+    "no channels": (lambda q, k, v, do: (q[..., :0], k[..., :0], v, do), ValueError, "need at least one channel"),
+    "k length": (
+        lambda q, k, v, do: (q, k[:, 1:], v, do),
+        ValueError,
+        r"got k of shape \(2, 69, 3, 8\), need \(2, 70, 3, 8\) to go with q",
+    ),
+    "k channels": (lambda q, k, v, do: (q, k[..., 1:], v, do), ValueError, r"need \(2, 70, 3, 8\) to go with q"),
+    "v heads": (lambda q, k, v, do: (q, k, v[:, :, 1:], do), ValueError, r"got v .* need \(2, 70, 3, 16\)"),
+    "do channels": (lambda q, k, v, do: (q, k, v, do[..., 1:]), ValueError, r"need \(2, 70, 3, 16\) to go with v"),
+    "layout": (
+        lambda q, k, v, do: (q, k, swap(v), do),
+        ValueError,
+        r"tensors are \(B, T, H, D\); it looks like \(B, H, T, D\): call v\.transpose\(1, 2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REJECTIONS.values(), ids=REJECTIONS.keys())
+def test_rejections(inputs, case):
+    spoil, error, message = case
+    with pytest.raises(error, match=message):
+        based_backward(*spoil(*inputs))
+
+
+def test_operator_and_fake_check_as_the_function_does(inputs):
+    q, k, v, do = inputs
+    for device in ("cpu", "meta"):
+        with pytest.raises(ValueError, match="to go with v"):
+            OP(*(x.to(device) for x in (q, k, v, do[..., 1:])))
+
+
+def test_unknown_backend(inputs):
+    with pytest.raises(ValueError, match=r"got backend='cuda', need one of \('auto', 'cute', 'torch'\)"):
+        based_backward(*inputs, backend="cuda")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choice of backend
+
+
+@pytest.fixture
+def device_of(monkeypatch):
+    """Pretend that every CUDA device has a capability."""
+
+    def pretend(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test Card")
+        monkeypatch.setattr(launcher, "_dsl_reason", lambda: None)
+
+    return pretend
+
+
+@pytest.mark.parametrize("row", config.ROWS, ids=lambda row: row.name)
+def test_kernels_run_every_row_on_sm_90(device_of, row):
+    device_of((9, 0))
+    assert launcher.which_backend("cuda", row.key_dim, row.value_dim, torch.bfloat16) == ("cute", None)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (10, 0), (12, 1)])
+def test_other_devices_take_the_torch_path(device_of, capability):
+    device_of(capability)
+    backend, reason = launcher.which_backend(torch.device("cuda", 0), 16, 128, torch.bfloat16)
+    version = "{}.{}".format(*capability)
+    assert backend == "torch"
+    assert reason == f"got Test Card (compute capability {version}), the kernels need 9.0 (sm_90a)"
+
+
+def test_other_problems_take_the_torch_path(device_of):
+    device_of((9, 0))
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        _, reason = launcher.which_backend("cuda", 16, 128, dtype)
+        assert reason == f"got {str(dtype)[6:]}, the kernels need bfloat16"
+    for dims in ((16, 32), (4, 64), (32, 128)):
+        _, reason = launcher.which_backend("cuda", *dims, torch.bfloat16)
+        assert reason.startswith(f"got (K, V) = {dims}, which is not in the kernels' table")
+
+
+def test_missing_dsl_takes_the_torch_path(device_of, monkeypatch):
+    reason_of_package = launcher._dsl_reason.__wrapped__
+    device_of((9, 0))
+    monkeypatch.setattr(launcher, "_dsl_reason", reason_of_package)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    backend, reason = launcher.which_backend("cuda", 16, 128, torch.bfloat16)
+    assert backend == "torch" and "nvidia-cutlass-dsl" in reason
+
+
+def test_cute_is_an_error_where_it_cannot_run(inputs):
+    message = r"got tensors on cpu, the kernels need a CUDA device .* call backend='torch' or backend='auto'"
+    with pytest.raises(RuntimeError, match=message):
+        based_backward(*inputs, backend="cute")
+
+
+def test_one_warning_per_reason(inputs, monkeypatch):
+    launcher._warn_once.cache_clear()
+    for reason in ("first", "second"):
+        monkeypatch.setattr(launcher, "which_backend", lambda *args, reason=reason: ("torch", reason))
+        with pytest.warns(RuntimeWarning, match=f"takes the torch path: {reason}"):
+            gradients = launcher._backward_cuda(*inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert equal(gradients, launcher._backward_cuda(*inputs))
+    launcher._warn_once.cache_clear()
+
+
+def test_cpu_tensors_give_no_warning(inputs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        based_backward(*inputs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The launch, with stand-ins for the compiled scans
+
+
+def stand_in(row):
+    """What build.load(row) returns, computed by the reference scan, with the kernels' contract asserted."""
+
+    def check(*tensors):
+        for x in tensors:
+            assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
+
+    def forward_scan(q, k, v, do, dq, rh, scale):
+        check(q, k, v, do, dq, rh)
+        batch, length, heads, _ = q.shape
+        padded_length = math.ceil(length / row.chunk) * row.chunk
+        assert rh.dtype == torch.float32 and rh.shape == (batch, heads, padded_length, 2)
+        new_dq, r, h = reference.forward_scan(q, k, v, do, scale, chunk=row.chunk)
+        dq.copy_(new_dq)
+        rh[:, :, :length] = torch.stack((r, h), -1)
+
+    def reverse_scan(q, k, v, do, rh, dk, dv, scale):
+        check(q, k, v, do, rh, dk, dv)
+        r, h = rh[:, :, : q.shape[1]].unbind(-1)
+        for x, y in zip((dk, dv), reference.reverse_scan(q, k, v, do, r, h, scale, chunk=row.chunk), strict=True):
+            x.copy_(y)
+
+    return {"forward_scan": forward_scan, "reverse_scan": reverse_scan}[row.scan]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launcher, "_kernel", stand_in)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, -0.3])
+@pytest.mark.parametrize("length", [1, 64, 65, 130])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 64), (16, 128)])
+def test_launch_equals_reference(stand_ins, poisoned_memory, key_dim, value_dim, length, scale):
+    inputs = accuracy.make_inputs((2, length, 3, key_dim, value_dim), "cpu")
+    assert equal(launcher._run_kernels(*inputs, scale), based_backward(*inputs, scale))
+
+
+def test_launch_hands_over_packed_aligned_operands(stand_ins, relayout):
+    views = [relayout(x) for x in accuracy.make_inputs((2, 70, 3, 8, 64), "cpu")]
+    assert equal(launcher._run_kernels(*views, None), based_backward(*views))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 8, 64), (2, 0, 3, 8, 64), (2, 5, 0, 8, 64)], ids=str)
+def test_launch_of_nothing(shape):
+    inputs = accuracy.make_inputs(shape, "cpu")
+    gradients = launcher._run_kernels(*inputs, None)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs[:3]]
+
+
+def test_operands_are_copied_only_when_needed():
+    x = torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16)
+    assert launcher._kernel_operand(x) is x
+
+
+def test_first_use_inside_a_capture_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(launcher, "_kernels", {})
+    with pytest.raises(RuntimeError, match=r"\(K, V\) = \(16, 64\) inside a CUDA graph capture.*call it once before"):
+        launcher._kernel(config.find("forward_scan", 16, 64))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    yield
+    torch._dynamo.reset()
+
+
+def from_hidden(x, weight_q, weight_v, scale):
+    """A user's block: projections of odd width, views, the operator, arithmetic on its result."""
+    q, k = (x @ weight_q).unflatten(-1, (2, 16)).split(8, -1)
+    v = (x @ weight_v).unflatten(-1, (2, 6))
+    return [2 * y for y in based_backward(q, k, v, v.sigmoid(), scale)]
+
+
+@pytest.mark.parametrize(("backend", "scale"), [("aot_eager", None), ("aot_eager", 0.3), ("inductor", 0.3)])
+def test_compiled_fullgraph_equals_eager(backend, scale):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    x, weight_q, weight_v = torch.randn(2, 20, 100), torch.randn(100, 32) / 10, torch.randn(100, 12) / 10
+    compiled = torch.compile(from_hidden, fullgraph=True, backend=backend)(x, weight_q, weight_v, scale)
+    for y, expected in zip(compiled, from_hidden(x, weight_q, weight_v, scale), strict=True):
+        torch.testing.assert_close(y, expected)
+        assert y.stride() == expected.stride()
+
+
+def compile_counting(function):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def test_one_graph_for_all_lengths():
+    compiled, counter = compile_counting(based_backward)
+    for length in (1, 2, 64, 65, 128, 300):
+        inputs = accuracy.make_inputs((2, length, 2, 8, 4), "cpu")
+        assert equal(compiled(*inputs), based_backward(*inputs))
+    assert counter.frame_count <= 2  # the first length, then a symbolic one
+
+
+def test_one_graph_for_all_batch_sizes():
+    compiled, counter = compile_counting(based_backward)
+    for batch in (1, 2, 3, 5, 0):
+        inputs = accuracy.make_inputs((batch, 6, 2, 8, 4), "cpu")
+        assert equal(compiled(*inputs), based_backward(*inputs))
+    assert counter.frame_count <= 3  # 0 and 1 are always graphs of their own
+
+
+def test_compiled_scale_is_checked_when_it_runs(inputs):
+    compiled, _ = compile_counting(based_backward)
+    for scale in (0.1, 0.2, -0.7):  # from the second one on, dynamo traces a symbolic float
+        assert equal(compiled(*inputs, scale), based_backward(*inputs, scale))
+    with pytest.raises(ValueError, match="need a finite number"):
+        compiled(*inputs, math.inf)
+
+
+def test_inference_mode_and_autocast(inputs):
+    expected = based_backward(*inputs)
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16):
+        assert equal(based_backward(*inputs), expected)
+        assert equal(based_backward(*inputs, backend="torch"), expected)
