@@ -46,6 +46,11 @@ class ScanConfig:
         return feature_count(self.key_dim)
 
     @property
+    def feature_tokens(self) -> int:
+        """Tokens of one feature tile: what 128 threads write at a time, K/4 threads to a token."""
+        return WARPGROUP // (self.key_dim // 4)
+
+    @property
     def padded_key_dim(self) -> int:
         """Columns of a q or k tile: one k-step of the bf16 WGMMA; TMA fills columns past K with zeros."""
         return 16
@@ -72,9 +77,9 @@ class ScanConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes a CTA takes (the kernel asserts that its storage struct has this size): the stages, the state's bf16 copy
-        twice, one chunk of features, the Gram matrix (two bf16 terms) and the feature sum (fp32) twice, the barriers."""
+        twice, two feature tiles, the Gram matrix (two bf16 terms) and the feature sum (fp32) twice, the barriers."""
         state = 2 * 2 * self.value_dim * self.features
-        features = 2 * self.chunk * self.features
+        features = 2 * 2 * self.feature_tokens * self.features
         normaliser = 2 * (2 * 2 * self.padded_key_dim**2 + 4 * self.padded_key_dim)
         barriers = 2 * 8 * self.stages
         total = self.stages * self.tile_bytes + state + features + normaliser + barriers

@@ -21,8 +21,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
-from .blocks.gemm import Product, buffer, register_operand
-from .blocks.ptx import pack2, pick, stg32, stg64
+from .blocks.gemm import Product, k_steps, register_operand
+from .blocks.ptx import pack2, pick, stg32, stg64, unpack
 from .blocks.state import Normaliser, issue_gram
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import (
@@ -34,7 +34,6 @@ from .blocks.taylor import (
     own_entries,
     quad_sum,
 )
-from .blocks.ptx import unpack
 from .blocks.tiles import SwizzledTile
 from .scan import Scan
 
@@ -95,26 +94,26 @@ class ForwardScan(Scan):
         c = self.config
         s, dov = g.scores.accumulator(), g.values.accumulator()
         warpgroup.fence()
-        g.scores.issue(s, buffer(g.scores.a, stage), buffer(g.scores.b, stage), commit=False)
-        g.values.issue(dov, buffer(g.values.a, stage), buffer(g.values.b, stage))
+        g.scores.issue(s, k_steps(g.scores.a, stage), k_steps(g.scores.b, stage), commit=False)
+        g.values.issue(dov, k_steps(g.values.a, stage), k_steps(g.values.b, stage))
         warpgroup.wait_group(0)
         den, nd = self.row_sums(g, at, s, dov)
         mean = [n * cute.arch.rcp_approx(d) for n, d in zip(nd, den)]
         centred, ones = self.weights(s, dov, mean)
 
         x, t = g.rows.accumulator(), g.rows.accumulator()
-        keys = buffer(g.rows.b, stage)
+        keys = k_steps(g.rows.b, stage)
         warpgroup.fence()
-        g.rows.issue(x, centred, keys, commit=False)
-        g.rows.issue(t, ones, keys)
+        g.rows.issue(x, k_steps(centred), keys, commit=False)
+        g.rows.issue(t, k_steps(ones), keys)
         sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
         sums = g.normaliser.load_sums(g.parity, g.quad_lane, c.key_dim)
         warpgroup.wait_group(0)
 
         y, z = g.inter.accumulator(), g.gram.accumulator()
         warpgroup.fence()
-        issue_gram(g.gram, z, buffer(g.gram.a, stage), g.parity, accumulate=False, commit=False)
-        g.inter.issue(y, buffer(g.inter.a, stage), buffer(g.inter.b, g.parity))
+        issue_gram(g.gram, z, k_steps(g.gram.a, stage), g.parity, accumulate=False, commit=False)
+        g.inter.issue(y, k_steps(g.inter.a, stage), k_steps(g.inter.b, g.parity))
         warpgroup.wait_group(0)
         return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, y=y, z=z, sums=sums, stage=stage)
 

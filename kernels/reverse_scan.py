@@ -22,8 +22,8 @@ from cutlass.cute.math import fma
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from .blocks import sync
-from .blocks.gemm import Product, buffer, register_operand
-from .blocks.ptx import float_of, lds128, pack2, pick, recompute, stg32, stmatrix4, unpack
+from .blocks.gemm import Product, k_steps, register_operand
+from .blocks.ptx import float_of, lds128, pack2, pick, stg32, stmatrix4, unpack
 from .blocks.state import Normaliser, issue_gram
 from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import (
@@ -131,28 +131,28 @@ class ReverseScan(Scan):
         c = self.config
         s, dov = g.scores.accumulator(), g.values.accumulator()
         warpgroup.fence()
-        g.scores.issue(s, buffer(g.scores.a, stage), buffer(g.scores.b, stage), commit=False)
-        g.values.issue(dov, buffer(g.values.a, stage), buffer(g.values.b, stage))
+        g.scores.issue(s, k_steps(g.scores.a, stage), k_steps(g.scores.b, stage), commit=False)
+        g.values.issue(dov, k_steps(g.values.a, stage), k_steps(g.values.b, stage))
         warpgroup.wait_group(0)
         a, ds = self.weights(g, at, s, dov, g.statistics + stage * (8 * c.chunk))
 
         dk, dv = g.rows.accumulator(), g.own.accumulator()
         warpgroup.fence()
-        g.rows.issue(dk, ds, buffer(g.rows.b, stage), commit=False)
-        g.own.issue(dv, a, buffer(g.own.b, stage))
+        g.rows.issue(dk, k_steps(ds), k_steps(g.rows.b, stage), commit=False)
+        g.own.issue(dv, k_steps(a), k_steps(g.own.b, stage))
         sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
         warpgroup.wait_group(0)
 
         rows = g.k.at(stage * (2 * c.chunk * c.padded_key_dim))
         warpgroup.fence()
-        issue_gram(g.gram, dk, buffer(g.gram.a, stage), g.parity, accumulate=True, commit=True)
+        issue_gram(g.gram, dk, k_steps(g.gram.a, stage), g.parity, accumulate=True, commit=True)
         self.add_inter(g, dv, rows)
         warpgroup.wait_group(0)
         packed = [pack2(dv[2 * i], dv[2 * i + 1]) for i in range(c.value_dim // 4)]
 
         w = g.adjoint.accumulator()
         warpgroup.fence()
-        g.adjoint.issue(w, buffer(g.adjoint.a, stage), buffer(g.adjoint.b, g.parity))
+        g.adjoint.issue(w, k_steps(g.adjoint.a, stage), k_steps(g.adjoint.b, g.parity))
         warpgroup.wait_group(0)
         self.stage_dv(g, packed, stage)
         sums = g.normaliser.load_sums(g.parity, g.quad_lane, c.key_dim)
@@ -179,21 +179,17 @@ class ReverseScan(Scan):
     def add_inter(self, g, dv, rows):
         """(6), a few k-steps at a time so that psi(k) never takes more than 4 * PSI_STEPS registers."""
         c = self.config
-        state = buffer(g.inter.b, g.parity)
-        for first in range(0, c.features // 16, PSI_STEPS):
-            steps = range(first, min(first + PSI_STEPS, c.features // 16))
-            psi, words = register_operand(len(steps))
+        state = k_steps(g.inter.b, g.parity)
+        for first in range(0, len(state), PSI_STEPS):
+            part = state[first : first + PSI_STEPS]
+            psi, words = register_operand(len(part))
             for half in range(2):
                 row = load_rotated(rows, g.row + 8 * half, g.quad_lane, c.key_dim)
                 slots = psi_words(row, g.quad_lane, c.key_dim)
-                for number in range(2 * len(steps)):
+                for number in range(2 * len(part)):
                     words[half + 2 * number] = slots[2 * first + number]
             warpgroup.fence()
-            atom = cute.make_mma_atom(g.inter.mma.op)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-            for i, step in enumerate(steps):
-                cute.gemm(atom, dv, psi[None, None, i], state[None, None, step], dv)
-            warpgroup.commit_group()
+            g.inter.issue(dv, k_steps(psi), part, accumulate=True)
             warpgroup.wait_group(1)
 
     def stage_dv(self, g, packed, stage):

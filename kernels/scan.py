@@ -13,7 +13,7 @@ One CTA scans one (batch, head), chunk by chunk. 16 warps:
     sStatistics       TMA (warp 0)      token elementwise, features (reverse)    ring of `stages`
     sState x 2        state warpgroup   token products (Y, W, dv)                STATE_FULL / STATE_FREE, by parity
     sGram, sums x 2   state warpgroup   token products and elementwise           the same
-    sPhi              state warpgroup   S^T update                               STATE
+    sPhi x 2          state warpgroup   S^T update                               STATE
 """
 
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .blocks import sync
-from .blocks.gemm import Product, buffer, k_step
+from .blocks.gemm import Product, k_steps
 from .blocks.ptx import recompute
 from .blocks.state import Normaliser, gram_operand, publish_state
 from .blocks.sync import WARPGROUP, Barrier
@@ -69,7 +69,7 @@ class Scan:
             rows=smem_layout((c.chunk, c.padded_key_dim), c.stages),
             values=smem_layout((c.chunk, c.value_dim), c.stages),
             state=smem_layout((c.value_dim, c.features), 2),
-            phi=smem_layout((c.chunk, c.features)),
+            phi=smem_layout((c.feature_tokens, c.features), 2),
             gram=smem_layout((16, 16), 4),
         )
 
@@ -203,9 +203,10 @@ class Scan:
 
     @cute.jit
     def carry_state(self, smem, pipe, at):
-        """The state warpgroup: publish the state before the first chunk (zero), then absorb and publish, chunk by chunk.
+        """The state warpgroup: publish the state before the first chunk (zero), then absorb a chunk and publish, and so on.
 
-        The last chunk is not absorbed: nobody asks for the state behind it.
+        The next part's features are built while the tensor cores multiply by this part's. The last chunk is not absorbed:
+        nobody asks for the state behind it.
         """
         c = self.config
         thread = cute.arch.thread_idx()[0] - WARPGROUP
@@ -214,9 +215,21 @@ class Scan:
         g.gram.fill(0.0)
         self.publish(g, at, Int32(0))
         stage = sync.consumer_state(c.stages)
+        pipe.consumer_wait(stage)
+        parts = c.chunk // c.feature_tokens
+        self.build_features(g, at, stage.index, 0, 0)
         for step in cutlass.range(at.chunks - 1, unroll=1):
-            pipe.consumer_wait(stage)
-            self.absorb(g, at, stage.index)
+            upcoming = stage.clone()
+            upcoming.advance()
+            for part in cutlass.range_constexpr(parts):
+                buf = part if cutlass.const_expr(parts == 2) else step % 2
+                self.issue_update(g, stage.index, part, buf)
+                if cutlass.const_expr(part + 1 < parts):
+                    self.build_features(g, at, stage.index, part + 1, 1 - buf)
+                else:
+                    pipe.consumer_wait(upcoming)
+                    self.build_features(g, at, upcoming.index, 0, 1 - buf)
+                warpgroup.wait_group(0)
             pipe.consumer_release(stage)
             stage.advance()
             self.publish(g, at, (step + 1) % 2)
@@ -234,35 +247,41 @@ class Scan:
             state=update.accumulator(c.value_dim),
             gram=normaliser.update.accumulator(),
             state_tile=SwizzledTile(smem.state.iterator.toint(), c.value_dim, c.features),
-            phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features),
+            phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.feature_tokens, c.features),
             rows=SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim),
             statistics=smem.statistics.iterator.toint() if self.backward else None,
         )
 
-    def absorb(self, g, at, stage):
-        """S^T += x^T phi and G += y^T y over the chunk in `stage`."""
+    def build_features(self, g, at, stage, part, buf):
+        """phi of part `part` of the chunk in `stage` into feature tile `buf`."""
         c, thread = self.config, recompute(g.thread)
         rows = g.rows.at(stage * (2 * c.chunk * c.padded_key_dim))
         statistics = g.statistics + stage * (8 * c.chunk) if self.backward else None
-        gram = g.normaliser.update
-        for step in range(c.chunk // 16):  # one at a time: beside the state there is no room for four operands
-            operand = gram_operand(rows, thread, step, statistics)
-            warpgroup.fence()
-            gram.issue(g.gram, operand, k_step(buffer(gram.b, stage), step), accumulate=True)
-            warpgroup.wait_group(0)
-        products = self.state_products(at, statistics, thread % c.chunk)
-        write_features(rows, g.phi_tile, thread, c.key_dim, c.chunk, products)
+        tile = g.phi_tile.at(buf * (2 * c.feature_tokens * c.features))
+        first = part * c.feature_tokens
+        products = self.state_products(at, statistics, first + thread % c.feature_tokens)
+        write_features(rows, first, tile, thread, c.key_dim, c.feature_tokens, products)
         sync.publish()
+
+    def issue_update(self, g, stage, part, buf):
+        """S^T += x^T phi and G += y^T y over part `part` of the chunk in `stage`, once all warps have written phi.
+
+        Passing the barrier also says that every warp has finished the product before this one: its tile can be rewritten.
+        """
+        c, thread = self.config, recompute(g.thread)
+        rows = g.rows.at(stage * (2 * c.chunk * c.padded_key_dim))
+        statistics = g.statistics + stage * (8 * c.chunk) if self.backward else None
+        first, gram = part * c.feature_tokens, g.normaliser.update
+        steps = slice(first // 16, (first + c.feature_tokens) // 16)
+        operand = gram_operand(rows, thread, first, c.feature_tokens, statistics)
         sync.wait(Barrier.STATE, 0, WARPGROUP)
         warpgroup.fence()
-        g.update.issue(g.state, buffer(g.update.a, stage), g.update.b, accumulate=True)
-        warpgroup.wait_group(0)
+        gram.issue(g.gram, k_steps(operand), k_steps(gram.b, stage)[steps], accumulate=True, commit=False)
+        phi = k_steps(g.update.b, buf)
+        g.update.issue(g.state, k_steps(g.update.a, stage)[steps], phi, accumulate=True)
 
     def publish(self, g, at, buf):
-        """Copies of the state and the normaliser for the chunk of parity `buf`, once its buffer is free.
-
-        The wait also keeps the warps together: none builds the next phi while another still multiplies by this one.
-        """
+        """Copies of the state and the normaliser for the chunk of parity `buf`, once its buffer is free."""
         c, thread = self.config, recompute(g.thread)
         sync.wait(Barrier.STATE_FREE, buf, 2 * WARPGROUP)
         tile = g.state_tile.at(buf * (2 * c.value_dim * c.features))

@@ -10,6 +10,8 @@ from torch import Tensor
 settings.register_profile("project", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("project")
 
+torch.set_num_threads(1)  # the products are tiny: on a loaded two-core machine more threads take three times as long
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests, with the reason, where the kernels cannot run for want of an sm_90 device."""

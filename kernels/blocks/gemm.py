@@ -43,23 +43,19 @@ class Product:
     def accumulator(self, m: int = 64):
         return accumulator(self.mma, (m, self.n))
 
-    def issue(self, acc, a, b, *, accumulate: bool = False, commit: bool = True):
-        """Issue acc (+)= a b over all k-steps of the operands; nothing is waited for."""
+    def issue(self, acc, a: list, b: list, *, accumulate: bool = False, commit: bool = True):
+        """Issue acc (+)= sum of a_k b_k over lists of k-steps; nothing is waited for."""
         atom = cute.make_mma_atom(self.mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-        for k in range(cute.size(a.shape[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        for a_k, b_k in zip(a, b, strict=True):
+            cute.gemm(atom, acc, a_k, b_k, acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         if commit:
             warpgroup.commit_group()
 
 
-def buffer(operand, index):
-    """The operand in buffer `index` of a staged tile."""
-    return operand[None, None, None, index]
-
-
-def k_step(operand, step: int):
-    """k-step `step` of an operand, as an operand of one step."""
-    one = operand[None, None, step]
-    return cute.make_tensor(one.iterator, cute.append(one.layout, cute.make_layout(1)))
+def k_steps(operand, index=None) -> list:
+    """The 16-wide k-steps of an operand, of its buffer `index` where it has several."""
+    if index is not None:
+        operand = operand[None, None, None, index]
+    return [operand[None, None, k] for k in range(cute.size(operand.shape[2]))]

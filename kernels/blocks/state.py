@@ -8,7 +8,7 @@ Warps 2 and 3 repeat warp 0.
 
 import cutlass.cute as cute
 
-from .gemm import Product, register_operand
+from .gemm import Product, k_steps, register_operand
 from .ptx import (
     ONES,
     float_of,
@@ -41,20 +41,21 @@ def publish_state(acc, tile: SwizzledTile, thread, value_dim: int, features: int
             stmatrix4(address + block * (64 * tile.width), *words)
 
 
-def gram_operand(tile: SwizzledTile, thread, step: int, statistics=None):
-    """k-step `step` (16 tokens) of the A operand (x^T; weights) of the normaliser's product; the weights are 1, or the h of
-    the (r, h) rows at `statistics`."""
+def gram_operand(tile: SwizzledTile, thread, first: int, tokens: int, statistics=None):
+    """The A operand (x^T; weights) of the normaliser's product over `tokens` rows from `first` on; the weights are 1, or
+    the h of the (r, h) rows at `statistics`."""
     lane, sums = thread % 32, thread // 32 == 1
-    fragment, words = register_operand(1)
-    row = 16 * step + lane % 8 + 8 * (lane // 16)
-    entries = ldmatrix4_transposed(tile.chunk(row, (lane // 8) % 2))
-    for eight in range(2):
-        h = None
-        if statistics is not None:
-            pairs = lds128(statistics + (16 * step + 8 * eight + 2 * (lane % 4)) * 8)
-            h = (float_of(pairs[1]), float_of(pairs[3]))
-        for half in range(2):
-            words[half + 2 * eight] = _weighted(entries[half + 2 * eight], sums, h)
+    fragment, words = register_operand(tokens // 16)
+    for step in range(tokens // 16):
+        top = first + 16 * step
+        entries = ldmatrix4_transposed(tile.chunk(top + lane % 8 + 8 * (lane // 16), (lane // 8) % 2))
+        for eight in range(2):
+            h = None
+            if statistics is not None:
+                pairs = lds128(statistics + (top + 8 * eight + 2 * (lane % 4)) * 8)
+                h = (float_of(pairs[1]), float_of(pairs[3]))
+            for half in range(2):
+                words[half + 2 * eight + 4 * step] = _weighted(entries[half + 2 * eight], sums, h)
     return fragment
 
 
@@ -99,13 +100,8 @@ class Normaliser:
         return [float_of(word) for first in range(0, key_dim, 8) for word in lds64(source + first * 4)]
 
 
-def issue_gram(product: Product, acc, rows_operand, buf, *, accumulate: bool, commit: bool):
+def issue_gram(product: Product, acc, rows: list, buf, *, accumulate: bool, commit: bool):
     """acc (+)= x (high + low) of the published Gram matrix in buffer `buf`."""
     for term in range(2):
-        product.issue(
-            acc,
-            rows_operand,
-            product.b[None, None, None, term + 2 * buf],
-            accumulate=accumulate or term > 0,
-            commit=commit and term == 1,
-        )
+        matrix = k_steps(product.b, term + 2 * buf)
+        product.issue(acc, rows, matrix, accumulate=accumulate or term > 0, commit=commit and term == 1)

@@ -188,48 +188,36 @@ class ScaledProducts:
         return pack2(a * self.linear_weight, b * self.linear_weight)
 
 
-def write_features(source, target, thread, key_dim: int, chunk: int, products):
-    """phi of a (chunk, 16) tile `source` into the (chunk, F) tile `target` by 128 threads, two to a token.
+def write_features(source, first, target, thread, key_dim: int, tokens: int, products):
+    """phi of rows first.. of a (chunk, 16) tile into the (tokens, F) tile `target`, by 128 = tokens * K/4 threads.
 
-    `products(left, right)` makes the row's products from its packed words.
+    A thread takes one row, one eight of its columns (`side`) and half of the diagonals (`turn`): turned by K/4 entries, the
+    second half has the same compile-time shifts as the first. `products(left, right)` makes products of packed words.
     """
-    row, side = thread % chunk, thread // chunk
-    if key_dim == 16:
-        _write_sixteen(source, target, row, side, products)
-    else:
-        _write_eight(source, target, row, side, products)
+    sides, shifts = key_dim // SLOT, key_dim // 4
+    row, part = thread % tokens, thread // tokens
+    side, turn = part % sides, part // sides
+    words = [word for eight in range(sides) for word in lds128(source.chunk(first + row, (side + eight) % sides))]
+    turned = [pick_word(turn == 1, words[(i + shifts // 2) % len(words)], words[i]) for i in range(len(words))]
+    x = products(words, turned)
+
+    def write(number, slot):
+        sts128(target.chunk(row, number % target.chunks, number // target.chunks), *slot)
+
+    for shift in range(shifts):
+        write((turn * shifts + shift) * sides + side, [x.product(a, a + shift) for a in range(0, SLOT, 2)])
+    write((key_dim // 2 + turn) * sides + side, _last_slot(products(words, words), side, turn, key_dim))
 
 
-def _slot_words(products, shift: int) -> list:
-    return [products.product(a, a + shift) for a in range(0, SLOT, 2)]
-
-
-def _write_sixteen(source, target, row, side, products):
-    """Side 0 writes the slots whose first entry is 0, side 1 those of entry 8: each sees its eight as entries 0..7."""
-    words = lds128(source.chunk(row, side)) + lds128(source.chunk(row, 1 - side))
-    x = products(words, words)
-    per_panel = target.chunks // 2
-
-    def write(number, slot):  # slot 2 * number + side
-        sts128(target.chunk(row, 2 * (number % per_panel) + side, number // per_panel), *slot)
-
-    for shift in range(SLOT):
-        write(shift, _slot_words(x, shift))
+def _last_slot(x, side, turn, key_dim: int) -> list:
+    """Turn 0: the half diagonal and the constant; turn 1: x itself."""
     constant = [x.one, 0, 0, 0]
-    write(SLOT, [pick_word(side == 0, p, c) for p, c in zip(_slot_words(x, SLOT), constant)])
-    write(SLOT + 1, [x.entry(a) for a in range(0, SLOT, 2)])
-
-
-def _write_eight(source, target, row, side, products):
-    """Side 0 writes diagonals 0 and 1 and the half diagonal with the constant, side 1 diagonals 2 and 3 and x itself."""
-    words = lds128(source.chunk(row, 0))
-    turned = [pick_word(side == 1, words[(i + 1) % 4], words[i]) for i in range(4)]
-    x, plain = products(words, turned), products(words, words)
-    half = [plain.product(a, a + 4) for a in (0, 2)] + [x.one, 0]
-    last = [pick_word(side == 0, h, x.entry(2 * i)) for i, h in enumerate(half)]
-    sts128(target.chunk(row, 0, side), *_slot_words(x, 0))
-    sts128(target.chunk(row, 1, side), *_slot_words(x, 1))
-    sts128(target.chunk(row, side, 2), *last)
+    products = [x.product(a, a + key_dim // 2) for a in range(0, key_dim // 2, 2)]
+    if key_dim == SLOT:
+        first = products + constant[:2]
+    else:
+        first = [pick_word(side == 0, p, c) for p, c in zip(products, constant, strict=True)]
+    return [pick_word(turn == 0, word, x.entry(2 * i)) for i, word in enumerate(first)]
 
 
 def row_statistics(address, row):
