@@ -3,7 +3,7 @@
 Per chunk, queries as rows (i), keys as columns (j <= i), t = 1 + s:
 
     (1) s   = q k^T                (2) dov = do v^T
-    (3) X   = ((dov - m) t) k      (4) T   = t k          m: the chunk's own mean of dov, weighted by A
+    (3) X   = ((dov - m) t) k      (4) T   = t k          (both over sqrt 2; m: the chunk's own mean of dov, weighted by A)
     (5) Y   = do S^T               (6) Z   = sum k + scale G q
     den = sum_j A + psi(q).z + 1e-6        nd = sum_j A dov + psi(q).Y
     dq  = scale (r (X + adjoint(Y)) + h Z + (h + r m) T)
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.math import fma
 from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
@@ -30,7 +31,6 @@ from .blocks.taylor import (
     adjoint,
     constant_entry,
     linear_entries,
-    load_rotated,
     own_entries,
     quad_sum,
 )
@@ -38,6 +38,7 @@ from .blocks.tiles import SwizzledTile
 from .scan import Scan
 
 DENOMINATOR_EPSILON = 1e-6
+ROOT_HALF, ROOT_TWO = 0.5**0.5, 2.0**0.5
 
 
 class Outputs(NamedTuple):
@@ -86,7 +87,7 @@ class ForwardScan(Scan):
             inter=Product(c.features, smem.do, smem.state, b_transposed=True),  # (5)
             gram=Product(16, smem.q, smem.gram),  # (6)
             normaliser=Normaliser(smem.gram, smem.sums, smem.k),
-            q=SwizzledTile(smem.q.iterator.toint(), c.chunk, c.padded_key_dim),
+            own=SwizzledTile(smem.q.iterator.toint(), c.chunk, c.padded_key_dim),
         )
 
     def token_products(self, g, at, chunk, stage):
@@ -115,40 +116,45 @@ class ForwardScan(Scan):
         issue_gram(g.gram, z, k_steps(g.gram.a, stage), g.parity, accumulate=False, commit=False)
         g.inter.issue(y, k_steps(g.inter.a, stage), k_steps(g.inter.b, g.parity))
         warpgroup.wait_group(0)
-        return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, y=y, z=z, sums=sums, stage=stage)
+        return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, y=y, z=z, sums=sums)
 
     def row_sums(self, g, at, s, dov):
-        """den and nd of the chunk itself, complete in every lane of the quad; s becomes t = 1 + s, 0 where j > i."""
-        den, nd = [Float32(0.0)] * 2, [Float32(0.0)] * 2
+        """den and nd of the chunk itself, complete in every lane of the quad. Leaves t / sqrt 2 in s and dov t / sqrt 2 in
+        dov, 0 where j > i.
+
+        With u = t / sqrt 2, A = u^2 + 1/2: den = sum u^2 + (i + 1) / 2 and nd = sum (u dov) u + sum dov / 2.
+        """
+        squares, weighted, plain = [Float32(0.0)] * 2, [Float32(0.0)] * 2, [Float32(0.0)] * 2
+        root = at.scale * ROOT_HALF
         for eight in range(self.config.chunk // 8):
             for half in range(2):
                 for c in range(2):
                     i = c + 2 * half + 4 * eight
                     keep = 8 * eight + 2 * g.quad_lane + c <= g.row + 8 * half
-                    t = pick(keep, cute.math.fma(s[i], at.scale, 1.0), 0.0)
-                    a = cute.math.fma(t * t, 0.5, pick(keep, 0.5, 0.0))
-                    s[i] = t
-                    den[half] = den[half] + a
-                    nd[half] = cute.math.fma(a, dov[i], nd[half])
-        return [quad_sum(value) for value in den], [quad_sum(value) for value in nd]
+                    u = pick(keep, fma(s[i], root, ROOT_HALF), 0.0)
+                    value = pick(keep, dov[i], 0.0)
+                    plain[half] = plain[half] + value
+                    squares[half] = fma(u, u, squares[half])
+                    s[i], dov[i] = u, u * value
+                    weighted[half] = fma(dov[i], u, weighted[half])
+        counts = [0.5 * Float32(g.row + 8 * half + 1) for half in range(2)]
+        den = [quad_sum(square) + count for square, count in zip(squares, counts, strict=True)]
+        return den, [quad_sum(fma(p, 0.5, w)) for p, w in zip(plain, weighted, strict=True)]
 
-    def weights(self, t, dov, mean):
-        """(dov - m) t and t as bf16 A operands."""
+    def weights(self, u, weighted, mean):
+        """(dov - m) t and t, both over sqrt 2, as bf16 A operands."""
         (centred, centred_words), (ones, ones_words) = (register_operand(self.config.chunk // 16) for _ in range(2))
         for eight in range(self.config.chunk // 8):
             for half in range(2):
                 i = 2 * half + 4 * eight
-                pair = [(dov[i + c] - mean[half]) * t[i + c] for c in range(2)]
+                pair = [fma(-mean[half], u[i + c], weighted[i + c]) for c in range(2)]
                 centred_words[half + 2 * eight] = pack2(*pair)
-                ones_words[half + 2 * eight] = pack2(t[i], t[i + 1])
+                ones_words[half + 2 * eight] = pack2(u[i], u[i + 1])
         return centred, ones
 
-    def token_adjoint(self, g, at, chunk, work):
+    def token_adjoint(self, g, at, chunk, work, rows):
         """r, h and dq of the own entries of both rows."""
-        c = self.config
-        rows = g.q.at(work.stage * (2 * c.chunk * c.padded_key_dim))
-        entries = [load_rotated(rows, g.row + 8 * half, g.quad_lane, c.key_dim) for half in range(2)]
-        return [self.finish_row(g, at, chunk, work, half, unpack(entries[half].words)) for half in range(2)]
+        return [self.finish_row(g, at, chunk, work, half, unpack(rows[half].words)) for half in range(2)]
 
     def finish_row(self, g, at, chunk, work, half, q):
         c, scale = self.config, at.scale
@@ -159,17 +165,17 @@ class ForwardScan(Scan):
         nd, den = constant_entry(work.y, half, g.quad_lane, c.key_dim), Float32(0.0)
         for i, e in enumerate(own):
             qs = q[e] * scale
-            nd = cute.math.fma(qs, cute.math.fma(grad[i], 0.5 * scale, linear[i]), nd)
-            den = cute.math.fma(qs, cute.math.fma(z[i], 0.5, work.sums[i]), den)
+            nd = fma(qs, fma(grad[i], 0.5 * scale, linear[i]), nd)
+            den = fma(qs, fma(z[i], 0.5, work.sums[i]), den)
         den = work.den[half] + quad_sum(den) + (Float32(chunk * c.chunk) + DENOMINATOR_EPSILON)
         nd = work.nd[half] + quad_sum(nd)
         r = cute.arch.rcp_approx(den)
         h = -nd * r * r
-        own_weight = cute.math.fma(r, work.mean[half], h)
+        own_weight = fma(r, work.mean[half], h) * ROOT_TWO
         dq = []
         for i in range(len(own)):
             j = i % 2 + 2 * half + 4 * (i // 2)
-            bracket = cute.math.fma(grad[i], scale, linear[i]) + work.x[j]
+            bracket = fma(work.x[j], ROOT_TWO, fma(grad[i], scale, linear[i]))
             value = r * bracket + h * (work.sums[i] + z[i]) + own_weight * work.t[j]
             dq.append(value * scale)
         return r, h, dq

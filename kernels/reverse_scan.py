@@ -30,7 +30,6 @@ from .blocks.taylor import (
     ScaledProducts,
     adjoint,
     linear_entries,
-    load_rotated,
     psi_words,
     row_statistics,
 )
@@ -116,12 +115,12 @@ class ReverseScan(Scan):
             scores=Product(c.chunk, smem.k, smem.q),  # (1)
             values=Product(c.chunk, smem.v, smem.do),  # (2)
             rows=Product(16, b=smem.q, b_transposed=True),  # (3)
-            own=Product(c.value_dim, b=smem.do, b_transposed=True),  # (4)
+            intra=Product(c.value_dim, b=smem.do, b_transposed=True),  # (4)
             gram=Product(16, smem.k, smem.gram),  # (5)
             inter=Product(c.value_dim, b=smem.state),  # (6)
             adjoint=Product(c.features, smem.v, smem.state, b_transposed=True),  # (7)
             normaliser=Normaliser(smem.gram, smem.sums, smem.q),
-            k=SwizzledTile(smem.k.iterator.toint(), c.chunk, c.padded_key_dim),
+            own=SwizzledTile(smem.k.iterator.toint(), c.chunk, c.padded_key_dim),
             v=SwizzledTile(smem.v.iterator.toint(), c.chunk, c.value_dim),
             statistics=smem.statistics.iterator.toint(),
         )
@@ -136,17 +135,16 @@ class ReverseScan(Scan):
         warpgroup.wait_group(0)
         a, ds = self.weights(g, at, s, dov, g.statistics + stage * (8 * c.chunk))
 
-        dk, dv = g.rows.accumulator(), g.own.accumulator()
+        dk, dv = g.rows.accumulator(), g.intra.accumulator()
         warpgroup.fence()
         g.rows.issue(dk, k_steps(ds), k_steps(g.rows.b, stage), commit=False)
-        g.own.issue(dv, k_steps(a), k_steps(g.own.b, stage))
+        g.intra.issue(dv, k_steps(a), k_steps(g.intra.b, stage))
         sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
         warpgroup.wait_group(0)
 
-        rows = g.k.at(stage * (2 * c.chunk * c.padded_key_dim))
         warpgroup.fence()
         issue_gram(g.gram, dk, k_steps(g.gram.a, stage), g.parity, accumulate=True, commit=True)
-        self.add_inter(g, dv, rows)
+        self.add_inter(g, dv, stage)
         warpgroup.wait_group(0)
         packed = [pack2(dv[2 * i], dv[2 * i + 1]) for i in range(c.value_dim // 4)]
 
@@ -156,35 +154,35 @@ class ReverseScan(Scan):
         warpgroup.wait_group(0)
         self.stage_dv(g, packed, stage)
         sums = g.normaliser.load_sums(g.parity, g.quad_lane, c.key_dim)
-        return SimpleNamespace(dk=dk, w=w, sums=sums, stage=stage)
+        return SimpleNamespace(dk=dk, w=w, sums=sums)
 
     def weights(self, g, at, s, dov, statistics):
         """(r A)^T and ((r dov + h) t)^T as bf16 A operands, 0 where the query comes before the key."""
         (a, a_words), (ds, ds_words) = (register_operand(self.config.chunk // 16) for _ in range(2))
         for eight in range(self.config.chunk // 8):
             rh = [float_of(word) for word in lds128(statistics + (8 * eight + 2 * g.quad_lane) * 8)]
+            half_r = [0.5 * rh[0], 0.5 * rh[2]]
             for half in range(2):
                 pair = []
                 for c in range(2):
                     i, r, h = c + 2 * half + 4 * eight, rh[2 * c], rh[2 * c + 1]
                     keep = 8 * eight + 2 * g.quad_lane + c >= g.row + 8 * half
                     t = fma(s[i], at.scale, 1.0)
-                    weight = fma(t * t, 0.5, 0.5) * r
+                    weight = fma(t, t, 1.0) * half_r[c]
                     adjoint_weight = fma(dov[i], r, h) * t
                     pair.append((pick(keep, weight, 0.0), pick(keep, adjoint_weight, 0.0)))
                 a_words[half + 2 * eight] = pack2(pair[0][0], pair[1][0])
                 ds_words[half + 2 * eight] = pack2(pair[0][1], pair[1][1])
         return a, ds
 
-    def add_inter(self, g, dv, rows):
+    def add_inter(self, g, dv, stage):
         """(6), a few k-steps at a time so that psi(k) never takes more than 4 * PSI_STEPS registers."""
         c = self.config
         state = k_steps(g.inter.b, g.parity)
         for first in range(0, len(state), PSI_STEPS):
             part = state[first : first + PSI_STEPS]
             psi, words = register_operand(len(part))
-            for half in range(2):
-                row = load_rotated(rows, g.row + 8 * half, g.quad_lane, c.key_dim)
+            for half, row in enumerate(self.own_rows(g, stage)):
                 slots = psi_words(row, g.quad_lane, c.key_dim)
                 for number in range(2 * len(part)):
                     words[half + 2 * number] = slots[2 * first + number]
@@ -203,13 +201,12 @@ class ReverseScan(Scan):
         sync.publish()
         sync.arrive(Barrier.STAGED, g.parity, WARPGROUP + WARP)
 
-    def token_adjoint(self, g, at, chunk, work):
+    def token_adjoint(self, g, at, chunk, work, rows):
         """dk of the own entries of both rows."""
         c = self.config
-        rows = g.k.at(work.stage * (2 * c.chunk * c.padded_key_dim))
         results = []
         for half in range(2):
-            k = unpack(load_rotated(rows, g.row + 8 * half, g.quad_lane, c.key_dim).words)
+            k = unpack(rows[half].words)
             grad = adjoint(work.w, half, k, g.quad_lane, g.lane, c.key_dim)
             linear = linear_entries(work.w, half, c.key_dim)
             row = []

@@ -13,7 +13,7 @@ One CTA scans one (batch, head), chunk by chunk. 16 warps:
     sStatistics       TMA (warp 0)      token elementwise, features (reverse)    ring of `stages`
     sState x 2        state warpgroup   token products (Y, W, dv)                STATE_FULL / STATE_FREE, by parity
     sGram, sums x 2   state warpgroup   token products and elementwise           the same
-    sPhi x 2          state warpgroup   S^T update                               STATE
+    sPhi x tiles      state warpgroup   S^T update                               STATE
 """
 
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from .blocks.gemm import Product, k_steps
 from .blocks.ptx import recompute
 from .blocks.state import Normaliser, gram_operand, publish_state
 from .blocks.sync import WARPGROUP, Barrier
-from .blocks.taylor import write_features
+from .blocks.taylor import load_rotated, write_features
 from .blocks.tiles import (
     SwizzledTile,
     TmaTensor,
@@ -69,7 +69,7 @@ class Scan:
             rows=smem_layout((c.chunk, c.padded_key_dim), c.stages),
             values=smem_layout((c.chunk, c.value_dim), c.stages),
             state=smem_layout((c.value_dim, c.features), 2),
-            phi=smem_layout((c.feature_tokens, c.features), 2),
+            phi=smem_layout((c.chunk, c.features), c.feature_tiles),
             gram=smem_layout((16, 16), 4),
         )
 
@@ -205,88 +205,97 @@ class Scan:
     def carry_state(self, smem, pipe, at):
         """The state warpgroup: publish the state before the first chunk (zero), then absorb a chunk and publish, and so on.
 
-        The next part's features are built while the tensor cores multiply by this part's. The last chunk is not absorbed:
-        nobody asks for the state behind it.
+        The last chunk is not absorbed: nobody asks for the state behind it.
         """
         c = self.config
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         g = self.state_parts(smem, thread)
-        g.state.fill(0.0)
+        for block in g.state:
+            block.fill(0.0)
         g.gram.fill(0.0)
         self.publish(g, at, Int32(0))
+        ahead = c.feature_tiles == 2
         stage = sync.consumer_state(c.stages)
-        pipe.consumer_wait(stage)
-        parts = c.chunk // c.feature_tokens
-        self.build_features(g, at, stage.index, 0, 0)
+        if cutlass.const_expr(ahead):
+            pipe.consumer_wait(stage)
+            self.build_features(g, at, stage.index, 0)
         for step in cutlass.range(at.chunks - 1, unroll=1):
-            upcoming = stage.clone()
-            upcoming.advance()
-            for part in cutlass.range_constexpr(parts):
-                buf = part if cutlass.const_expr(parts == 2) else step % 2
-                self.issue_update(g, stage.index, part, buf)
-                if cutlass.const_expr(part + 1 < parts):
-                    self.build_features(g, at, stage.index, part + 1, 1 - buf)
-                else:
-                    pipe.consumer_wait(upcoming)
-                    self.build_features(g, at, upcoming.index, 0, 1 - buf)
-                warpgroup.wait_group(0)
+            tile = step % 2 if cutlass.const_expr(ahead) else 0
+            if cutlass.const_expr(not ahead):
+                pipe.consumer_wait(stage)
+                self.build_features(g, at, stage.index, tile)
+            self.issue_update(g, stage.index, tile)
+            if cutlass.const_expr(ahead):
+                upcoming = stage.clone()
+                upcoming.advance()
+                pipe.consumer_wait(upcoming)
+                self.build_features(g, at, upcoming.index, 1 - tile)
+            self.publish(g, at, (step + 1) % 2)
             pipe.consumer_release(stage)
             stage.advance()
-            self.publish(g, at, (step + 1) % 2)
 
     def state_parts(self, smem, thread):
         """Operands, accumulators and tiles of the state warpgroup."""
         c = self.config
         rows, values = (smem.q, smem.do) if self.backward else (smem.k, smem.v)
-        update = Product(c.features, values, smem.phi, a_transposed=True, b_transposed=True)
+        panels = cute.flat_divide(values, (c.chunk, 64))  # (C, 64, 1, V / 64, stage)
+        updates = [
+            Product(c.features, panels[None, None, 0, block, None], smem.phi, a_transposed=True, b_transposed=True)
+            for block in range(c.value_dim // 64)
+        ]
         normaliser = Normaliser(smem.gram, smem.sums, rows)
         return SimpleNamespace(
             thread=thread,
-            update=update,  # S^T (V x F) += x^T (V x C) phi (C x F)
+            updates=updates,  # S^T (V x F) += x^T (V x C) phi (C x F), 64 rows each
             normaliser=normaliser,  # G += y^T y
-            state=update.accumulator(c.value_dim),
+            state=[update.accumulator() for update in updates],
             gram=normaliser.update.accumulator(),
             state_tile=SwizzledTile(smem.state.iterator.toint(), c.value_dim, c.features),
-            phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.feature_tokens, c.features),
+            phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features),
             rows=SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim),
             statistics=smem.statistics.iterator.toint() if self.backward else None,
         )
 
-    def build_features(self, g, at, stage, part, buf):
-        """phi of part `part` of the chunk in `stage` into feature tile `buf`."""
-        c, thread = self.config, recompute(g.thread)
+    def chunk_rows(self, g, stage):
+        """The state's row tile (k or q) and the address of its (r, h), in `stage`."""
+        c = self.config
         rows = g.rows.at(stage * (2 * c.chunk * c.padded_key_dim))
-        statistics = g.statistics + stage * (8 * c.chunk) if self.backward else None
-        tile = g.phi_tile.at(buf * (2 * c.feature_tokens * c.features))
-        first = part * c.feature_tokens
-        products = self.state_products(at, statistics, first + thread % c.feature_tokens)
-        write_features(rows, first, tile, thread, c.key_dim, c.feature_tokens, products)
+        return rows, g.statistics + stage * (8 * c.chunk) if self.backward else None
+
+    def build_features(self, g, at, stage, tile):
+        """phi of the chunk in `stage` into feature tile `tile`."""
+        c, thread = self.config, recompute(g.thread)
+        rows, statistics = self.chunk_rows(g, stage)
+        target = g.phi_tile.at(tile * (2 * c.chunk * c.features))
+        products = self.state_products(at, statistics, thread % c.chunk)
+        write_features(rows, target, thread, c.key_dim, c.chunk, products)
         sync.publish()
 
-    def issue_update(self, g, stage, part, buf):
-        """S^T += x^T phi and G += y^T y over part `part` of the chunk in `stage`, once all warps have written phi.
+    def issue_update(self, g, stage, tile):
+        """S^T += x^T phi and G += y^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
 
         Passing the barrier also says that every warp has finished the product before this one: its tile can be rewritten.
         """
-        c, thread = self.config, recompute(g.thread)
-        rows = g.rows.at(stage * (2 * c.chunk * c.padded_key_dim))
-        statistics = g.statistics + stage * (8 * c.chunk) if self.backward else None
-        first, gram = part * c.feature_tokens, g.normaliser.update
-        steps = slice(first // 16, (first + c.feature_tokens) // 16)
-        operand = gram_operand(rows, thread, first, c.feature_tokens, statistics)
+        c, gram = self.config, g.normaliser.update
+        rows, statistics = self.chunk_rows(g, stage)
+        operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
         sync.wait(Barrier.STATE, 0, WARPGROUP)
         warpgroup.fence()
-        gram.issue(g.gram, k_steps(operand), k_steps(gram.b, stage)[steps], accumulate=True, commit=False)
-        phi = k_steps(g.update.b, buf)
-        g.update.issue(g.state, k_steps(g.update.a, stage)[steps], phi, accumulate=True)
+        gram.issue(g.gram, k_steps(operand), k_steps(gram.b, stage), accumulate=True, commit=False)
+        for update, block in zip(g.updates, g.state, strict=True):
+            update.issue(block, k_steps(update.a, stage), k_steps(update.b, tile), accumulate=True)
 
     def publish(self, g, at, buf):
-        """Copies of the state and the normaliser for the chunk of parity `buf`, once its buffer is free."""
+        """Copies of the state and the normaliser for the chunk of parity `buf`, once its buffer is free: each block of 64
+        rows as soon as its own product is done, while the next one's still runs."""
         c, thread = self.config, recompute(g.thread)
         sync.wait(Barrier.STATE_FREE, buf, 2 * WARPGROUP)
         tile = g.state_tile.at(buf * (2 * c.value_dim * c.features))
-        publish_state(g.state, tile, thread, c.value_dim, c.features)
-        g.normaliser.publish(g.gram, at.scale, buf, thread)
+        for number, block in enumerate(g.state):
+            warpgroup.wait_group(len(g.state) - 1 - number)
+            publish_state(block, tile, 64 * number, thread, c.features)
+            if number == 0:
+                g.normaliser.publish(g.gram, at.scale, buf, thread)
         sync.publish()
         sync.arrive(Barrier.STATE_FULL, buf, 2 * WARPGROUP)
 
@@ -311,11 +320,18 @@ class Scan:
             if turn + 1 < mine:
                 sync.arrive(Barrier.STATE_FREE, parity, 2 * WARPGROUP)
             g = self.placed(parts, thread % WARPGROUP)
-            results = self.token_adjoint(g, at, chunk, work)
+            rows = self.own_rows(g, stage.index)
             pipe.consumer_release(stage)
             stage.advance()
             stage.advance()
+            results = self.token_adjoint(g, at, chunk, work, rows)
             self.write_rows(outputs, g, at, chunk, results)
+
+    def own_rows(self, g, stage):
+        """The rotated rows (q in the forward scan, k in the reverse one) of this thread's two tokens."""
+        c = self.config
+        tile = g.own.at(stage * (2 * c.chunk * c.padded_key_dim))
+        return [load_rotated(tile, g.row + 8 * half, g.quad_lane, c.key_dim) for half in range(2)]
 
     def placed(self, parts, thread):
         """The parts with this thread's place in a 64-row tile: its lane, its lane in the quad, its first row."""

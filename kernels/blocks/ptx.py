@@ -46,6 +46,12 @@ def mul2(a, b, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def fma2(a, b, c, *, loc=None, ip=None):
+    """(a0 b0 + c0, a1 b1 + c1), each rounded to bf16 once."""
+    return Int32(_asm(T.i32(), _words((a, b, c), loc, ip), "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", loc, ip))
+
+
+@dsl_user_op
 def pack2(low, high, *, loc=None, ip=None):
     """Two fp32 values rounded to a packed bf16 pair."""
     operands = _floats((high, low), loc, ip)

@@ -15,8 +15,8 @@ from .ptx import (
     ldmatrix4_transposed,
     lds64,
     lds128,
+    mul2,
     pack2,
-    pick,
     pick_word,
     stmatrix4,
     sts64,
@@ -25,45 +25,37 @@ from .ptx import (
 from .tiles import SwizzledTile
 
 
-def publish_state(acc, tile: SwizzledTile, thread, value_dim: int, features: int):
-    """The accumulator of S^T (V x F), rounded to bf16, into the (V, F) tile.
+def publish_state(acc, tile: SwizzledTile, first: int, thread, features: int):
+    """The accumulator of 64 rows of S^T, rounded to bf16, into rows first.. of the (V, F) tile.
 
-    torch: tile.copy_(S.T.to(torch.bfloat16)).
+    torch: tile[first:first + 64].copy_(S.T[first:first + 64].to(torch.bfloat16)).
     """
     lane = thread % 32
     row, right = (thread // 32) * 16 + lane % 16, lane // 16
     per_panel = tile.chunks // 2
-    for block in range(value_dim // 64):
-        for n in range(features // 16):
-            first = block * (features // 2) + 8 * n
-            words = [pack2(acc[first + 2 * i], acc[first + 2 * i + 1]) for i in range(4)]
-            address = tile.chunk(row, 2 * (n % per_panel) + right, n // per_panel)
-            stmatrix4(address + block * (64 * tile.width), *words)
+    for n in range(features // 16):
+        words = [pack2(acc[8 * n + 2 * i], acc[8 * n + 2 * i + 1]) for i in range(4)]
+        address = tile.chunk(row, 2 * (n % per_panel) + right, n // per_panel)
+        stmatrix4(address + first * tile.width, *words)
 
 
-def gram_operand(tile: SwizzledTile, thread, first: int, tokens: int, statistics=None):
-    """The A operand (x^T; weights) of the normaliser's product over `tokens` rows from `first` on; the weights are 1, or
-    the h of the (r, h) rows at `statistics`."""
+def gram_operand(tile: SwizzledTile, thread, tokens: int, statistics=None):
+    """The A operand (x^T; weights) of the normaliser's product over the rows of the tile; the weights are 1, or the h of
+    the (r, h) rows at `statistics`, as bf16."""
     lane, sums = thread % 32, thread // 32 == 1
     fragment, words = register_operand(tokens // 16)
     for step in range(tokens // 16):
-        top = first + 16 * step
-        entries = ldmatrix4_transposed(tile.chunk(top + lane % 8 + 8 * (lane // 16), (lane // 8) % 2))
+        entries = ldmatrix4_transposed(tile.chunk(16 * step + lane % 8 + 8 * (lane // 16), (lane // 8) % 2))
         for eight in range(2):
-            h = None
+            weights = ONES
             if statistics is not None:
-                pairs = lds128(statistics + (top + 8 * eight + 2 * (lane % 4)) * 8)
-                h = (float_of(pairs[1]), float_of(pairs[3]))
+                _, h0, _, h1 = lds128(statistics + (16 * step + 8 * eight + 2 * (lane % 4)) * 8)
+                weights = pack2(float_of(h0), float_of(h1))
             for half in range(2):
-                words[half + 2 * eight + 4 * step] = _weighted(entries[half + 2 * eight], sums, h)
+                x = entries[half + 2 * eight]
+                weighted = x if statistics is None else mul2(x, weights)
+                words[half + 2 * eight + 4 * step] = pick_word(sums, weights, weighted)
     return fragment
-
-
-def _weighted(word, sums, h):
-    if h is None:
-        return pick_word(sums, ONES, word)
-    x = unpack2(word)
-    return pack2(pick(sums, 1.0, x[0]) * h[0], pick(sums, 1.0, x[1]) * h[1])
 
 
 class Normaliser:
@@ -73,7 +65,7 @@ class Normaliser:
     SUMS = 4 * 16
 
     def __init__(self, gram, sums, rows):
-        """gram: (16, 16, 4) shared tile, term + 2 * buffer; sums: address of the fp32 sums; rows: x tiles (chunk, 16, stage)."""
+        """gram: (16, 16, 4) shared tile, term + 2 * buffer; sums: address of fp32 sums; rows: x tiles (chunk, 16, stage)."""
         self.base, self.sums = gram.iterator.toint(), sums
         self.update = Product(16, b=rows, b_transposed=True)
 

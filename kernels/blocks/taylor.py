@@ -14,6 +14,7 @@ from .ptx import (
     HALVES,
     ONE_ZERO,
     float_of,
+    fma2,
     lds32,
     lds128,
     mul2,
@@ -170,54 +171,68 @@ class ExactProducts:
 
 
 class ScaledProducts:
-    """weight * phi(scale x), scale and weight in fp32: each feature is the one rounding of an fp32 product."""
+    """weight * phi(scale x), scale and weight in fp32: each feature is one rounding of the product to bf16, and 2^-17 of it.
+
+    The fp32 factor weight scale^2 x_a is split in two bf16 terms; lo x_b + hi x_b is one packed multiply and one packed fma
+    a pair, against two fp32 multiplies and a conversion.
+    """
 
     def __init__(self, left, right, scale, weight):
-        self.left, self.values = left, unpack(right)
+        self.left, self.right = left, PackedRow(right)
         self.linear_weight = weight * scale
         product_weight = self.linear_weight * scale
-        self.weighted = [value * product_weight for value in unpack(left[: SLOT // 2])]
+        weighted = [value * product_weight for value in unpack(left[: SLOT // 2])]
+        self.high = [pack2(*pair) for pair in zip(weighted[::2], weighted[1::2], strict=True)]
+        rest = [value - kept for value, kept in zip(weighted, unpack(self.high), strict=True)]
+        self.low = [pack2(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)]
         self.one = pack2(weight, 0.0)
 
     def product(self, i, j):
-        n = len(self.values)
-        return pack2(self.weighted[i] * self.values[j % n], self.weighted[i + 1] * self.values[(j + 1) % n])
+        pair = self.right.pair(j)
+        return fma2(self.high[i // 2], pair, mul2(self.low[i // 2], pair))
 
     def entry(self, j):
-        a, b = unpack2(self.left[j // 2])
-        return pack2(a * self.linear_weight, b * self.linear_weight)
+        return pack2(*(value * self.linear_weight for value in unpack2(self.left[j // 2])))
 
 
-def write_features(source, first, target, thread, key_dim: int, tokens: int, products):
-    """phi of rows first.. of a (chunk, 16) tile into the (tokens, F) tile `target`, by 128 = tokens * K/4 threads.
+def write_features(source, target, thread, key_dim: int, tokens: int, products):
+    """phi of the rows of a (tokens, 16) tile into the (tokens, F) tile `target`, by 128 threads, two to a token.
 
-    A thread takes one row, one eight of its columns (`side`) and half of the diagonals (`turn`): turned by K/4 entries, the
-    second half has the same compile-time shifts as the first. `products(left, right)` makes products of packed words.
+    The two share a token by columns where a diagonal has two slots (K = 16: `side`, each sees its eight as entries 0..7),
+    else by diagonals (K = 8: `turn`, turned by K/4 entries the second half has the same compile-time shifts as the first).
+    `products(left, right)` makes products of packed words.
     """
-    sides, shifts = key_dim // SLOT, key_dim // 4
     row, part = thread % tokens, thread // tokens
-    side, turn = part % sides, part // sides
-    words = [word for eight in range(sides) for word in lds128(source.chunk(first + row, (side + eight) % sides))]
-    turned = [pick_word(turn == 1, words[(i + shifts // 2) % len(words)], words[i]) for i in range(len(words))]
+    sides = key_dim // SLOT
+    side, turn = (part, 0) if sides == 2 else (0, part)
+    shifts = key_dim // 2 // (2 // sides)
+    words = [word for eight in range(sides) for word in lds128(source.chunk(row, (side + eight) % sides))]
+    n = len(words)
+    turned = words if sides == 2 else [pick_word(turn == 1, words[(i + shifts // 2) % n], words[i]) for i in range(n)]
     x = products(words, turned)
 
-    def write(number, slot):
-        sts128(target.chunk(row, number % target.chunks, number // target.chunks), *slot)
+    def write(number, slot):  # of the slots with the same first entry
+        per_panel = target.chunks // sides
+        sts128(target.chunk(row, (number % per_panel) * sides + side, number // per_panel), *slot)
 
     for shift in range(shifts):
-        write((turn * shifts + shift) * sides + side, [x.product(a, a + shift) for a in range(0, SLOT, 2)])
-    write((key_dim // 2 + turn) * sides + side, _last_slot(products(words, words), side, turn, key_dim))
-
-
-def _last_slot(x, side, turn, key_dim: int) -> list:
-    """Turn 0: the half diagonal and the constant; turn 1: x itself."""
-    constant = [x.one, 0, 0, 0]
-    products = [x.product(a, a + key_dim // 2) for a in range(0, key_dim // 2, 2)]
-    if key_dim == SLOT:
-        first = products + constant[:2]
+        write(turn * shifts + shift, [x.product(a, a + shift) for a in range(0, SLOT, 2)])
+    linear = [x.entry(a) for a in range(0, SLOT, 2)]
+    half = _half_slot(x if sides == 2 else products(words, words), side, key_dim)
+    if sides == 2:
+        write(key_dim // 2, half)
+        write(key_dim // 2 + 1, linear)
     else:
-        first = [pick_word(side == 0, p, c) for p, c in zip(products, constant, strict=True)]
-    return [pick_word(turn == 0, word, x.entry(2 * i)) for i, word in enumerate(first)]
+        write(key_dim // 2 + turn, [pick_word(turn == 0, h, e) for h, e in zip(half, linear, strict=True)])
+
+
+def _half_slot(x, side, key_dim: int) -> list:
+    """The half diagonal and the constant: in one slot for K = 8, in the slots of the two sides for K = 16."""
+    products = [x.product(a, a + key_dim // 2) for a in range(0, key_dim // 2, 2)]
+    constant = [x.one, 0, 0, 0]
+    if key_dim == SLOT:
+        return products + constant[:2]
+    return [pick_word(side == 0, p, c) for p, c in zip(products, constant, strict=True)]
 
 
 def row_statistics(address, row):
