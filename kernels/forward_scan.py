@@ -97,9 +97,10 @@ class ForwardScan(Scan):
         warpgroup.fence()
         g.scores.issue(s, k_steps(g.scores.a, stage), k_steps(g.scores.b, stage), commit=False)
         g.values.issue(dov, k_steps(g.values.a, stage), k_steps(g.values.b, stage))
-        warpgroup.wait_group(0)
+        inter = self.issue_inter(g, stage) if c.early_inter else None
+        warpgroup.wait_group(1 if c.early_inter else 0)
         den, nd = self.row_sums(g, at, s, dov)
-        mean = [n * cute.arch.rcp_approx(d) for n, d in zip(nd, den)]
+        mean = [n * cute.arch.rcp_approx(d) for n, d in zip(nd, den, strict=True)]
         centred, ones = self.weights(s, dov, mean)
 
         x, t = g.rows.accumulator(), g.rows.accumulator()
@@ -107,16 +108,21 @@ class ForwardScan(Scan):
         warpgroup.fence()
         g.rows.issue(x, k_steps(centred), keys, commit=False)
         g.rows.issue(t, k_steps(ones), keys)
-        sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
-        sums = g.normaliser.load_sums(g.parity, g.quad_lane, c.key_dim)
+        if not c.early_inter:
+            warpgroup.wait_group(0)
+            inter = self.issue_inter(g, stage)
         warpgroup.wait_group(0)
+        return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, **inter)
 
+    def issue_inter(self, g, stage):
+        """Issue (5) and (6), the products with the state before the chunk, once it is there."""
+        sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+        sums = g.normaliser.load_sums(g.parity, g.quad_lane, self.config.key_dim)
         y, z = g.inter.accumulator(), g.gram.accumulator()
         warpgroup.fence()
         issue_gram(g.gram, z, k_steps(g.gram.a, stage), g.parity, accumulate=False, commit=False)
         g.inter.issue(y, k_steps(g.inter.a, stage), k_steps(g.inter.b, g.parity))
-        warpgroup.wait_group(0)
-        return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, y=y, z=z, sums=sums)
+        return {"y": y, "z": z, "sums": sums}
 
     def row_sums(self, g, at, s, dov):
         """den and nd of the chunk itself, complete in every lane of the quad. Leaves t / sqrt 2 in s and dov t / sqrt 2 in

@@ -68,7 +68,11 @@ class ReverseScan(Scan):
         outputs = Outputs(statistics, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
         batch, tokens, heads, _ = q.shape
         self.kernel(loads, outputs, scale, tokens, heads).launch(
-            grid=[batch * heads, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[batch * heads, 1, 1],
+            block=[self.config.threads, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -132,14 +136,16 @@ class ReverseScan(Scan):
         warpgroup.fence()
         g.scores.issue(s, k_steps(g.scores.a, stage), k_steps(g.scores.b, stage), commit=False)
         g.values.issue(dov, k_steps(g.values.a, stage), k_steps(g.values.b, stage))
-        warpgroup.wait_group(0)
+        w = self.issue_adjoint(g, stage) if c.early_inter else None
+        warpgroup.wait_group(1 if c.early_inter else 0)
         a, ds = self.weights(g, at, s, dov, g.statistics + stage * (8 * c.chunk))
 
         dk, dv = g.rows.accumulator(), g.intra.accumulator()
         warpgroup.fence()
         g.rows.issue(dk, k_steps(ds), k_steps(g.rows.b, stage), commit=False)
         g.intra.issue(dv, k_steps(a), k_steps(g.intra.b, stage))
-        sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+        if not c.early_inter:
+            sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
         warpgroup.wait_group(0)
 
         warpgroup.fence()
@@ -148,13 +154,21 @@ class ReverseScan(Scan):
         warpgroup.wait_group(0)
         packed = [pack2(dv[2 * i], dv[2 * i + 1]) for i in range(c.value_dim // 4)]
 
-        w = g.adjoint.accumulator()
-        warpgroup.fence()
-        g.adjoint.issue(w, k_steps(g.adjoint.a, stage), k_steps(g.adjoint.b, g.parity))
-        warpgroup.wait_group(0)
+        if not c.early_inter:
+            w = self.issue_adjoint(g, stage)
+            warpgroup.wait_group(0)
         self.stage_dv(g, packed, stage)
         sums = g.normaliser.load_sums(g.parity, g.quad_lane, c.key_dim)
         return SimpleNamespace(dk=dk, w=w, sums=sums)
+
+    def issue_adjoint(self, g, stage):
+        """Issue (7); with `early_inter` it is the first product to need the state."""
+        if self.config.early_inter:
+            sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+        w = g.adjoint.accumulator()
+        warpgroup.fence()
+        g.adjoint.issue(w, k_steps(g.adjoint.a, stage), k_steps(g.adjoint.b, g.parity))
+        return w
 
     def weights(self, g, at, s, dov, statistics):
         """(r A)^T and ((r dov + h) t)^T as bf16 A operands, 0 where the query comes before the key."""
@@ -178,11 +192,11 @@ class ReverseScan(Scan):
     def add_inter(self, g, dv, stage):
         """(6), a few k-steps at a time so that psi(k) never takes more than 4 * PSI_STEPS registers."""
         c = self.config
-        state = k_steps(g.inter.b, g.parity)
+        state, rows = k_steps(g.inter.b, g.parity), self.own_rows(g, stage)
         for first in range(0, len(state), PSI_STEPS):
             part = state[first : first + PSI_STEPS]
             psi, words = register_operand(len(part))
-            for half, row in enumerate(self.own_rows(g, stage)):
+            for half, row in enumerate(rows):
                 slots = psi_words(row, g.quad_lane, c.key_dim)
                 for number in range(2 * len(part)):
                     words[half + 2 * number] = slots[2 * first + number]

@@ -180,6 +180,10 @@ class Scan:
             for source, tile, shape in zip(loads, (smem.q, smem.k, smem.v, smem.do), (rows, rows, values, values))
         ]
         statistics = bulk_rows(outputs.statistics, at.head, at.batch, 2, c.chunk)
+        if cutlass.const_expr(self.backward):
+            cute.arch.griddepcontrol_wait()  # r and h: the forward scan may still be running
+        else:
+            cute.arch.griddepcontrol_launch_dependents()
         stage = sync.producer_state(c.stages)
         for step in cutlass.range(at.chunks, unroll=1):
             chunk = self.chunk_of(at, step)
