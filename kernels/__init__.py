@@ -1,1 +1,1 @@
-"""The CuTe-DSL kernels of the Based backward. Nothing here imports torch."""
+"""The CuTe-DSL kernels of Based attention and its backward. Nothing here imports torch."""

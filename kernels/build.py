@@ -145,6 +145,7 @@ def compile_row(config: ScanConfig):
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
     from .forward_scan import ForwardScan
+    from .output import OutputScan
     from .reverse_scan import ReverseScan
 
     batch, tokens, heads, padded = (cute.sym_int32() for _ in range(4))
@@ -154,18 +155,22 @@ def compile_row(config: ScanConfig):
         return make_fake_tensor(cutlass.BFloat16, (batch, tokens, heads, width), stride=strides, assumed_align=16)
 
     key, value = config.key_dim, config.value_dim
-    inputs = [rows(key), rows(key), rows(value), rows(value)]
-    statistics = make_fake_compact_tensor(
-        cutlass.Float32, (batch, heads, padded, 2), stride_order=(3, 2, 1, 0), assumed_align=16
-    )
-    if config.scan == "forward_scan":
-        scan, outputs = ForwardScan(config), [rows(key), statistics]
-    else:
-        scan, outputs = ReverseScan(config), [statistics, rows(key), rows(value)]
+
+    def row_terms(*shape):
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=16)
+
+    inputs = [rows(key), rows(key), rows(value)]
+    statistics = row_terms(batch, heads, padded, 2)
+    scan, others = {
+        "forward_scan": (ForwardScan, [rows(value), rows(key), statistics]),
+        "reverse_scan": (ReverseScan, [rows(value), statistics, rows(key), rows(value)]),
+        "output": (OutputScan, [rows(value), row_terms(batch, heads, tokens)]),
+    }[config.scan]
     scan.kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        scan, *inputs, *outputs, cutlass.Float32(1.0), stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH}"
+        scan(config), *inputs, *others, cutlass.Float32(1.0), stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH}"
     )
 
 

@@ -24,13 +24,14 @@ from cutlass.cute.nvgpu import warpgroup
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.ptx import pack2, pick, stg32, stg64, unpack
-from .blocks.state import Normaliser, issue_gram
+from .blocks.state import NormaliserProducts
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import (
     ExactProducts,
     adjoint,
     constant_entry,
     linear_entries,
+    own_columns,
     own_entries,
     quad_sum,
 )
@@ -64,7 +65,7 @@ class ForwardScan(Scan):
         scale: Float32,
         stream,
     ):
-        loads = self.loads(q, k, v, do)
+        loads = self.loads(q=q, k=k, v=v, do=do)
         batch, tokens, heads, _ = q.shape
         self.kernel(loads, Outputs(dq, statistics), scale, tokens, heads).launch(
             grid=[batch * heads, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
@@ -85,8 +86,7 @@ class ForwardScan(Scan):
             values=Product(c.chunk, smem.do, smem.v),  # (2)
             rows=Product(16, b=smem.k, b_transposed=True),  # (3), (4)
             inter=Product(c.features, smem.do, smem.state, b_transposed=True),  # (5)
-            gram=Product(16, smem.q, smem.gram),  # (6)
-            normaliser=Normaliser(smem.gram, smem.sums, smem.k),
+            normaliser=NormaliserProducts(smem.q, smem.ones, smem.gram),  # (6)
             own=SwizzledTile(smem.q.iterator.toint(), c.chunk, c.padded_key_dim),
         )
 
@@ -97,7 +97,7 @@ class ForwardScan(Scan):
         warpgroup.fence()
         g.scores.issue(s, k_steps(g.scores.a, stage), k_steps(g.scores.b, stage), commit=False)
         g.values.issue(dov, k_steps(g.values.a, stage), k_steps(g.values.b, stage))
-        inter = self.issue_inter(g, stage) if c.early_inter else None
+        inter = self.issue_inter(g, at, stage) if c.early_inter else None
         warpgroup.wait_group(1 if c.early_inter else 0)
         den, nd = self.row_sums(g, at, s, dov)
         mean = [n * cute.arch.rcp_approx(d) for n, d in zip(nd, den, strict=True)]
@@ -109,20 +109,26 @@ class ForwardScan(Scan):
         g.rows.issue(x, k_steps(centred), keys, commit=False)
         g.rows.issue(t, k_steps(ones), keys)
         if not c.early_inter:
-            warpgroup.wait_group(0)
-            inter = self.issue_inter(g, stage)
+            inter = self.issue_inter(g, at, stage)
         warpgroup.wait_group(0)
         return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, **inter)
 
-    def issue_inter(self, g, stage):
-        """Issue (5) and (6), the products with the state before the chunk, once it is there."""
+    def issue_inter(self, g, at, stage):
+        """(6) and what den takes from it, then issue (5): the products with the state before the chunk, once it is there.
+
+        (6) is finished first: its two accumulators beside Y's do not fit (ptxas then serialises every WGMMA).
+        """
         sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
-        sums = g.normaliser.load_sums(g.parity, g.quad_lane, self.config.key_dim)
-        y, z = g.inter.accumulator(), g.gram.accumulator()
         warpgroup.fence()
-        issue_gram(g.gram, z, k_steps(g.gram.a, stage), g.parity, accumulate=False, commit=False)
+        z, sums = g.normaliser.issue(stage, g.parity)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        behind = self.normaliser_sums(g, at, stage, z, sums)
+        total = [matrix + x for matrix, x in ((z[i], sums[i]) for i in range(cute.size(z)))]
+        y = g.inter.accumulator()
+        warpgroup.fence()
         g.inter.issue(y, k_steps(g.inter.a, stage), k_steps(g.inter.b, g.parity))
-        return {"y": y, "z": z, "sums": sums}
+        return {"y": y, "z": total, "behind": behind}
 
     def row_sums(self, g, at, s, dov):
         """den and nd of the chunk itself, complete in every lane of the quad. Leaves t / sqrt 2 in s and dov t / sqrt 2 in
@@ -167,22 +173,18 @@ class ForwardScan(Scan):
         own = own_entries(c.key_dim)
         grad = adjoint(work.y, half, q, g.quad_lane, g.lane, c.key_dim)
         linear = linear_entries(work.y, half, c.key_dim)
-        z = [work.z[i % 2 + 2 * half + 4 * (i // 2)] for i in range(len(own))]  # scale G q
-        nd, den = constant_entry(work.y, half, g.quad_lane, c.key_dim), Float32(0.0)
+        nd = constant_entry(work.y, half, g.quad_lane, c.key_dim)
         for i, e in enumerate(own):
-            qs = q[e] * scale
-            nd = fma(qs, fma(grad[i], 0.5 * scale, linear[i]), nd)
-            den = fma(qs, fma(z[i], 0.5, work.sums[i]), den)
-        den = work.den[half] + quad_sum(den) + (Float32(chunk * c.chunk) + DENOMINATOR_EPSILON)
+            nd = fma(q[e] * scale, fma(grad[i], 0.5 * scale, linear[i]), nd)
+        den = work.den[half] + quad_sum(work.behind[half]) + (Float32(chunk * c.chunk) + DENOMINATOR_EPSILON)
         nd = work.nd[half] + quad_sum(nd)
         r = cute.arch.rcp_approx(den)
         h = -nd * r * r
         own_weight = fma(r, work.mean[half], h) * ROOT_TWO
         dq = []
-        for i in range(len(own)):
-            j = i % 2 + 2 * half + 4 * (i // 2)
+        for i, j in enumerate(own_columns(half, c.key_dim)):
             bracket = fma(work.x[j], ROOT_TWO, fma(grad[i], scale, linear[i]))
-            value = r * bracket + h * (work.sums[i] + z[i]) + own_weight * work.t[j]
+            value = r * bracket + h * work.z[j] + own_weight * work.t[j]
             dq.append(value * scale)
         return r, h, dq
 

@@ -4,9 +4,10 @@ Per chunk, keys as rows (j), queries as columns (i >= j), t = 1 + s, r and h of 
 
     (1) s^T = k q^T                (2) dov^T = v do^T
     (3) dk  = ((r dov + h) t)^T q  (4) dv    = (r A)^T do
-    (5) dk += scale G_h k          (6) dv   += psi(k) dS      G_h = sum h q q^T over the queries behind the chunk
+    (5) dk += scale G_h k + g_h    (6) dv   += psi(k) dS      G_h = sum h q q^T, g_h = sum h q
+                                                            over the queries behind the chunk
     (7) W   = v dS^T
-    dk = scale (dk + sum h q) + adjoint(W)
+    dk = scale dk + adjoint(W)
 
 scale and r ride on the features of the state, so W and (6) need neither.
 """
@@ -23,20 +24,19 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
+from .blocks.inter import add_inter
 from .blocks.ptx import float_of, lds128, pack2, pick, stg32, stmatrix4, unpack
-from .blocks.state import Normaliser, issue_gram
+from .blocks.state import NormaliserProducts
 from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import (
     ScaledProducts,
     adjoint,
     linear_entries,
-    psi_words,
+    own_columns,
     row_statistics,
 )
 from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, tma_store
 from .scan import Scan
-
-PSI_STEPS = 4  # k-steps of psi(k) built at a time; two builds (32 registers) are in flight beside dv's 64 accumulators
 
 
 class Outputs(NamedTuple):
@@ -64,7 +64,7 @@ class ReverseScan(Scan):
         scale: Float32,
         stream,
     ):
-        loads = self.loads(q, k, v, do)
+        loads = self.loads(q=q, k=k, v=v, do=do)
         outputs = Outputs(statistics, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
         batch, tokens, heads, _ = q.shape
         self.kernel(loads, outputs, scale, tokens, heads).launch(
@@ -120,10 +120,9 @@ class ReverseScan(Scan):
             values=Product(c.chunk, smem.v, smem.do),  # (2)
             rows=Product(16, b=smem.q, b_transposed=True),  # (3)
             intra=Product(c.value_dim, b=smem.do, b_transposed=True),  # (4)
-            gram=Product(16, smem.k, smem.gram),  # (5)
+            normaliser=NormaliserProducts(smem.k, smem.ones, smem.gram),  # (5)
             inter=Product(c.value_dim, b=smem.state),  # (6)
             adjoint=Product(c.features, smem.v, smem.state, b_transposed=True),  # (7)
-            normaliser=Normaliser(smem.gram, smem.sums, smem.q),
             own=SwizzledTile(smem.k.iterator.toint(), c.chunk, c.padded_key_dim),
             v=SwizzledTile(smem.v.iterator.toint(), c.chunk, c.value_dim),
             statistics=smem.statistics.iterator.toint(),
@@ -149,8 +148,9 @@ class ReverseScan(Scan):
         warpgroup.wait_group(0)
 
         warpgroup.fence()
-        issue_gram(g.gram, dk, k_steps(g.gram.a, stage), g.parity, accumulate=True, commit=True)
-        self.add_inter(g, dv, stage)
+        g.normaliser.issue_matrix(dk, stage, g.parity, accumulate=True)
+        g.normaliser.issue_sums(dk, g.parity, accumulate=True)
+        add_inter(g.inter, dv, self.own_rows(g, stage), g.quad_lane, c.key_dim, g.parity)
         warpgroup.wait_group(0)
         packed = [pack2(dv[2 * i], dv[2 * i + 1]) for i in range(c.value_dim // 4)]
 
@@ -158,8 +158,7 @@ class ReverseScan(Scan):
             w = self.issue_adjoint(g, stage)
             warpgroup.wait_group(0)
         self.stage_dv(g, packed, stage)
-        sums = g.normaliser.load_sums(g.parity, g.quad_lane, c.key_dim)
-        return SimpleNamespace(dk=dk, w=w, sums=sums)
+        return SimpleNamespace(dk=dk, w=w)
 
     def issue_adjoint(self, g, stage):
         """Issue (7); with `early_inter` it is the first product to need the state."""
@@ -189,21 +188,6 @@ class ReverseScan(Scan):
                 ds_words[half + 2 * eight] = pack2(pair[0][1], pair[1][1])
         return a, ds
 
-    def add_inter(self, g, dv, stage):
-        """(6), a few k-steps at a time so that psi(k) never takes more than 4 * PSI_STEPS registers."""
-        c = self.config
-        state, rows = k_steps(g.inter.b, g.parity), self.own_rows(g, stage)
-        for first in range(0, len(state), PSI_STEPS):
-            part = state[first : first + PSI_STEPS]
-            psi, words = register_operand(len(part))
-            for half, row in enumerate(rows):
-                slots = psi_words(row, g.quad_lane, c.key_dim)
-                for number in range(2 * len(part)):
-                    words[half + 2 * number] = slots[2 * first + number]
-            warpgroup.fence()
-            g.inter.issue(dv, k_steps(psi), part, accumulate=True)
-            warpgroup.wait_group(1)
-
     def stage_dv(self, g, packed, stage):
         """dv as bf16 over the chunk's v tile, which (2) and (7) have read; a helper warp stores it."""
         c = self.config
@@ -223,11 +207,8 @@ class ReverseScan(Scan):
             k = unpack(rows[half].words)
             grad = adjoint(work.w, half, k, g.quad_lane, g.lane, c.key_dim)
             linear = linear_entries(work.w, half, c.key_dim)
-            row = []
-            for i in range(len(linear)):
-                dk = work.dk[i % 2 + 2 * half + 4 * (i // 2)] + work.sums[i]
-                row.append(fma(dk, at.scale, grad[i] + linear[i]))
-            results.append(row)
+            dk = [work.dk[column] for column in own_columns(half, c.key_dim)]
+            results.append([fma(x, at.scale, y + z) for x, y, z in zip(dk, grad, linear, strict=True)])
         return results
 
     @cute.jit

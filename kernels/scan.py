@@ -12,12 +12,12 @@ One CTA scans one (batch, head), chunk by chunk. 16 warps:
     sQ sK sV sO       TMA (warp 0)      token products, features, S^T update     ring of `stages`
     sStatistics       TMA (warp 0)      token elementwise, features (reverse)    ring of `stages`
     sState x 2        state warpgroup   token products (Y, W, dv)                STATE_FULL / STATE_FREE, by parity
-    sGram, sums x 2   state warpgroup   token products and elementwise           the same
+    sGram x 2         state warpgroup   token products (normaliser)              the same
+    sOnes             state warpgroup   token products (normaliser)              the first STATE_FULL
     sPhi x tiles      state warpgroup   S^T update                               STATE
 """
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,9 +28,9 @@ from cutlass.memory import SmemAllocator
 from .blocks import sync
 from .blocks.gemm import Product, k_steps
 from .blocks.ptx import recompute
-from .blocks.state import Normaliser, gram_operand, publish_state
+from .blocks.state import Normaliser, gram_operand, normaliser_sum, publish_state, write_ones
 from .blocks.sync import WARPGROUP, Barrier
-from .blocks.taylor import load_rotated, write_features
+from .blocks.taylor import load_own, load_rotated, write_features
 from .blocks.tiles import (
     SwizzledTile,
     TmaTensor,
@@ -43,18 +43,10 @@ from .blocks.tiles import (
 from .config import ScanConfig
 
 
-class Loads(NamedTuple):
-    """The four input tensors as TMA loads."""
-
-    q: TmaTensor
-    k: TmaTensor
-    v: TmaTensor
-    do: TmaTensor
-
-
 class Scan:
-    """Base of the passes. A pass sets `backward` and `consumer_warps` and writes `state_features`, `token_step`, `finish`."""
+    """Base of the passes, which write `state_products`, `token_parts`, `token_products`, `token_adjoint`, `write_rows`."""
 
+    inputs = ("q", "k", "v", "do")
     backward: bool  # chunks are taken from the last to the first
     consumer_warps: int  # warps that release a stage: state 4, one token warpgroup 4, helpers
 
@@ -63,76 +55,53 @@ class Scan:
 
     # ---- host side, traced once per compile ----
 
-    def layouts(self) -> SimpleNamespace:
+    def tiles(self) -> dict:
+        """Layouts of the bf16 tiles in shared memory, by name."""
         c = self.config
-        return SimpleNamespace(
-            rows=smem_layout((c.chunk, c.padded_key_dim), c.stages),
-            values=smem_layout((c.chunk, c.value_dim), c.stages),
-            state=smem_layout((c.value_dim, c.features), 2),
-            phi=smem_layout((c.chunk, c.features), c.feature_tiles),
-            gram=smem_layout((16, 16), 4),
-        )
+        rows, values = (smem_layout((c.chunk, width), c.stages) for width in (c.padded_key_dim, c.value_dim))
+        return {name: values if name in ("v", "do") else rows for name in self.inputs} | {
+            "state": smem_layout((c.value_dim, c.features), 2),
+            "phi": smem_layout((c.chunk, c.features), c.feature_tiles),
+            "gram": smem_layout((16, 16), 2 * Normaliser.TILES),
+            "ones": smem_layout((c.chunk, c.padded_key_dim)),
+        }
 
-    def storage(self, layouts):
+    def storage(self):
         """The shared-memory struct; its size is the config's arithmetic, checked here."""
         c = self.config
-
-        def tile(layout):
-            return cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
-
-        row_values = 2 * c.chunk * c.stages if self.backward else 0
-
-        @cute.struct
-        class Storage:
-            v: tile(layouts.values)
-            do: tile(layouts.values)
-            state: tile(layouts.state)
-            phi: tile(layouts.phi)
-            q: tile(layouts.rows)
-            k: tile(layouts.rows)
-            gram: tile(layouts.gram)
-            sums: cute.struct.MemRange[Float32, 2 * 16]
-            statistics: cute.struct.MemRange[Float32, row_values]
-            barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-
-        size = Storage.size_in_bytes()
+        fields = {
+            name: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
+            for name, layout in self.tiles().items()
+        }
+        if self.backward:
+            fields["statistics"] = cute.struct.MemRange[Float32, 2 * c.chunk * c.stages]
+        fields["barriers"] = cute.struct.MemRange[Int64, 2 * c.stages]
+        storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
+        size = storage.size_in_bytes()
         assert size == c.shared_memory, f"{c.name}: storage takes {size} bytes, config says {c.shared_memory}"
-        return Storage
+        return storage
 
-    def loads(self, q, k, v, do) -> Loads:
-        c, layouts = self.config, self.layouts()
-        rows, values = (c.chunk, c.padded_key_dim), (c.chunk, c.value_dim)
-        return Loads(
-            tma_load(q, layouts.rows, rows),
-            tma_load(k, layouts.rows, rows),
-            tma_load(v, layouts.values, values),
-            tma_load(do, layouts.values, values),
-        )
+    def loads(self, **tensors) -> tuple[TmaTensor, ...]:
+        """The input tensors (B, T, H, D) as TMA loads of one chunk, in the order of `inputs`."""
+        layouts = self.tiles()
+        return tuple(tma_load(tensors[name], layouts[name], self.tile_shape(name)) for name in self.inputs)
+
+    def tile_shape(self, name: str) -> tuple[int, int]:
+        c = self.config
+        return c.chunk, c.value_dim if name in ("v", "do") else c.padded_key_dim
 
     # ---- device side ----
 
     def allocate(self):
-        """Shared memory as tensors; `sums`, `statistics` are addresses."""
-        layouts = self.layouts()
-        storage = SmemAllocator().allocate(self.storage(layouts))
-
-        def tensor(field, layout):
-            return field.get_tensor(layout.outer, swizzle=layout.inner)
-
-        c = self.config
-        statistics = storage.statistics.get_tensor(cute.make_layout((2 * c.chunk, c.stages))) if self.backward else None
-        return SimpleNamespace(
-            q=tensor(storage.q, layouts.rows),
-            k=tensor(storage.k, layouts.rows),
-            v=tensor(storage.v, layouts.values),
-            do=tensor(storage.do, layouts.values),
-            state=tensor(storage.state, layouts.state),
-            phi=tensor(storage.phi, layouts.phi),
-            gram=tensor(storage.gram, layouts.gram),
-            sums=storage.sums.data_ptr().toint(),
-            statistics=statistics,
-            barriers=storage.barriers.data_ptr(),
-        )
+        """Shared memory as tensors by name, and the barriers."""
+        c, storage = self.config, SmemAllocator().allocate(self.storage())
+        smem = {
+            name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+            for name, layout in self.tiles().items()
+        }
+        if self.backward:
+            smem["statistics"] = storage.statistics.get_tensor(cute.make_layout((2 * c.chunk, c.stages)))
+        return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr())
 
     @cute.jit
     def run(self, loads, outputs, scale, tokens, heads):
@@ -172,15 +141,14 @@ class Scan:
 
     @cute.jit
     def load(self, loads, outputs, smem, pipe, at):
-        """Warp 0: one stage a chunk, q, k, v, do and in the reverse scan r, h on one mbarrier."""
+        """Warp 0: one stage a chunk, the inputs and in the reverse scan r, h on one mbarrier."""
         c = self.config
-        rows, values = (c.chunk, c.padded_key_dim), (c.chunk, c.value_dim)
         sides = [
-            (source.atom, *tma_partition(source, tile, shape, at.head, at.batch))
-            for source, tile, shape in zip(loads, (smem.q, smem.k, smem.v, smem.do), (rows, rows, values, values))
+            (source.atom, *tma_partition(source, getattr(smem, name), self.tile_shape(name), at.head, at.batch))
+            for source, name in zip(loads, self.inputs)
         ]
-        statistics = bulk_rows(outputs.statistics, at.head, at.batch, 2, c.chunk)
         if cutlass.const_expr(self.backward):
+            statistics = bulk_rows(outputs.statistics, at.head, at.batch, 2, c.chunk)
             cute.arch.griddepcontrol_wait()  # r and h: the forward scan may still be running
         else:
             cute.arch.griddepcontrol_launch_dependents()
@@ -217,6 +185,7 @@ class Scan:
         for block in g.state:
             block.fill(0.0)
         g.gram.fill(0.0)
+        write_ones(SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim), thread, c.chunk)
         self.publish(g, at, Int32(0))
         ahead = c.feature_tiles == 2
         stage = sync.consumer_state(c.stages)
@@ -247,7 +216,7 @@ class Scan:
             Product(c.features, panels[None, None, 0, block, None], smem.phi, a_transposed=True, b_transposed=True)
             for block in range(c.value_dim // 64)
         ]
-        normaliser = Normaliser(smem.gram, smem.sums, rows)
+        normaliser = Normaliser(smem.gram, rows)
         return SimpleNamespace(
             thread=thread,
             updates=updates,  # S^T (V x F) += x^T (V x C) phi (C x F), 64 rows each
@@ -331,11 +300,21 @@ class Scan:
             results = self.token_adjoint(g, at, chunk, work, rows)
             self.write_rows(outputs, g, at, chunk, results)
 
-    def own_rows(self, g, stage):
-        """The rotated rows (q in the forward scan, k in the reverse one) of this thread's two tokens."""
+    def own_tile(self, g, stage):
+        """The token side's row tile (q, in the reverse scan k) in `stage`."""
         c = self.config
-        tile = g.own.at(stage * (2 * c.chunk * c.padded_key_dim))
-        return [load_rotated(tile, g.row + 8 * half, g.quad_lane, c.key_dim) for half in range(2)]
+        return g.own.at(stage * (2 * c.chunk * c.padded_key_dim))
+
+    def own_rows(self, g, stage):
+        """The rotated rows of this thread's two tokens."""
+        tile, key_dim = self.own_tile(g, stage), self.config.key_dim
+        return [load_rotated(tile, g.row + 8 * half, g.quad_lane, key_dim) for half in range(2)]
+
+    def normaliser_sums(self, g, at, stage, matrix, sums):
+        """This lane's part of psi(q) . z for its two tokens."""
+        tile, key_dim = self.own_tile(g, stage), self.config.key_dim
+        rows = [load_own(tile, g.row + 8 * half, g.quad_lane, key_dim) for half in range(2)]
+        return [normaliser_sum(matrix, sums, x, at.scale, half, key_dim) for half, x in enumerate(rows)]
 
     def placed(self, parts, thread):
         """The parts with this thread's place in a 64-row tile: its lane, its lane in the quad, its first row."""

@@ -1,5 +1,6 @@
 """The command line: exit codes, JSON, and the arithmetic of a benchmark record. Only the last test needs a GPU."""
 
+import contextlib
 import functools
 import json
 import math
@@ -45,7 +46,8 @@ def test_check_json_holds_the_errors_and_their_origin():
     result = invoke("check", SMALL, "--device", "cpu", "--json", "-")
     (record,) = json.loads(result.stdout)
     assert record["shape"] == [1, 65, 1, 8, 64] and record["passed"] and record["backend"] == "torch"
-    assert len(record["err"]) == len(record["yardstick"]) == 3
+    assert record["of"] == ["o", "dq", "dk", "dv"]
+    assert len(record["err"]) == len(record["yardstick"]) == 4
     assert all(0 < error <= accuracy.NORMAL_INPUT_LIMIT for error in record["err"])
     assert record["torch"] == torch.__version__ and re.fullmatch("[0-9a-f]{64}", record["sources_sha256"])
     assert "passed" in result.stderr  # the table makes way
@@ -69,7 +71,7 @@ def test_check_fails_on_nan_and_writes_valid_json(monkeypatch):
     result = invoke("check", SMALL, "--device", "cpu", "--backend", "torch", "--json", "-")
     assert result.exit_code == 1
     (record,) = json.loads(result.stdout, parse_constant=pytest.fail)
-    assert record["err"][2] is None and not record["passed"]
+    assert record["err"][3] is None and not record["passed"]
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "1,64,1,8,x", "1,64,1,8,0", "1,64,1,8,64,2", "1x64x1x8x64"])
@@ -113,7 +115,7 @@ def fake_check(passed: bool = True):
 
     def check_shape(shape, backend, device, seed=0, progress=None):
         reason = "" if passed else "dq: off"
-        return accuracy.CheckResult(shape, "torch", (1e-3, 1e-3, 2e-3), (1e-3, 1e-3, 1e-3), passed, reason)
+        return accuracy.CheckResult(shape, "torch", (1e-3, 1e-3, 1e-3, 2e-3), (1e-3,) * 4, passed, reason)
 
     return check_shape
 
@@ -142,6 +144,14 @@ def test_canonical_flops_and_floor_agree_with_the_budget(shape):
     # The budget counts the terms quadratic in the chunk up to 2.5 % lower; bytes decide every floor anyway.
     flops_ms = 1e3 * batch * length * heads * bench.flops_per_token(key_dim, value_dim) / CARD.matmul_rate
     assert flops_ms == pytest.approx(by_flops, rel=0.03) and flops_ms < by_bytes
+
+
+def test_forward_and_training_floors():
+    shape = (4, 8192, 32, 16, 128)
+    assert CARD.floor_ms(shape, "forward") == pytest.approx(0.142, abs=5e-4)
+    assert CARD.floor_ms(shape, "train") == pytest.approx(CARD.floor_ms(shape, "forward") + CARD.floor_ms(shape))
+    assert bench.canonical_flops(shape, "train") == 3 * bench.canonical_flops(shape, "forward")
+    assert bench.bytes_per_token(16, 128, "forward") == 2 * (16 + 16 + 128 + 128)
 
 
 def test_bytes_per_token():
@@ -200,27 +210,30 @@ def host_bench(monkeypatch):
     return bench.Bench(torch.device("cpu"), CARD, sustained=1e-3)
 
 
-def test_backward_record(host_bench):
-    record = host_bench.backward((1, 65, 1, 8, 64))
+@pytest.mark.parametrize(("op", "quantities"), [("forward", 1), ("backward", 3), ("train", 4)])
+def test_timed_record(host_bench, op, quantities):
+    shape = (1, 65, 1, 8, 64)
+    record = host_bench.timed(shape, op, host_bench.checked(shape))
     expected = {"shape", "op", "ms", "ms_min", "sustained_ms", "tflops", "floor_ms", "err", "device", "torch", "dsl"}
     assert expected | {"sources_sha256"} <= set(record)
-    assert record["shape"] == [1, 65, 1, 8, 64] and record["op"] == "backward" and record["backend"] == "torch"
-    assert 0 < record["ms_min"] <= record["ms"]
-    assert record["tflops"] == pytest.approx(bench.canonical_flops((1, 65, 1, 8, 64)) / record["ms"] / 1e9)
+    assert record["shape"] == list(shape) and record["op"] == op and record["backend"] == "torch"
+    assert 0 < record["ms_min"] <= record["ms"] and len(record["err"]) == quantities
+    assert record["tflops"] == pytest.approx(bench.canonical_flops(shape, op) / record["ms"] / 1e9)
 
 
 def test_a_red_shape_is_not_timed(host_bench, monkeypatch):
     monkeypatch.setattr(accuracy, "check_shape", fake_check(passed=False))
     monkeypatch.setattr(bench, "time_calls", lambda *arguments: pytest.fail("timed a red shape"))
-    (outcome,) = host_bench.records([(1, 65, 1, 8, 64)], baselines=True)
+    (outcome,) = host_bench.records([(1, 65, 1, 8, 64)], bench.OPS, baselines=True)
     assert isinstance(outcome, bench.RedCheck) and "dq: off" in str(outcome)
 
 
 def test_host_time_is_recorded_once_per_pair(host_bench, monkeypatch):
     monkeypatch.setattr(accuracy, "check_shape", fake_check())
     shapes = [(1, 1, 1, 8, 64), (1, 2, 1, 8, 64)]
-    records = list(host_bench.records(shapes, baselines=False))
-    assert [record["op"] for record in records] == ["backward", "backward", "host_call"]
+    records = list(host_bench.records(shapes, ["forward", "train"], baselines=False))
+    assert [record["op"] for record in records] == ["forward", "train"] * 2 + ["host_call"] * 2
+    assert [record["timed"] for record in records[-2:]] == ["forward", "train"]
     assert records[-1]["shape"] == [1, 64, 1, 8, 64] and records[-1]["us"] > 0
 
 
@@ -238,9 +251,28 @@ def test_a_baseline_that_raises_is_a_sentence(host_bench, monkeypatch):
 
 def test_a_baseline_with_nan_is_a_sentence(host_bench, monkeypatch):
     poisoned = functools.partial(bench.backward_of, lambda q, k, v: v * q.sum() * k.sum() * math.nan)
-    monkeypatch.setitem(bench.BASELINES, "poisoned", poisoned)
+    monkeypatch.setitem(bench.BASELINES["backward"], "poisoned", bench.Baseline(poisoned))
     record = host_bench.baseline((1, 64, 1, 8, 64), "poisoned")
-    assert "ms" not in record and "not finite" in record["reason"]
+    assert "reason" in record and "not finite" in record["reason"]
+
+
+@pytest.mark.parametrize("op", ["forward", "train"])
+def test_baselines_time_the_same_function(host_bench, monkeypatch, op):
+    time_of = {"forward": bench.forward_of, "train": bench.train_of}[op]
+    monkeypatch.setitem(
+        bench.BASELINES[op], "fp32", bench.Baseline(functools.partial(time_of, bench.chunked_forward))
+    )
+    record = host_bench.baseline((2, 130, 2, 8, 64), "fp32", op)
+    assert "reason" not in record and max(record["err"]) < 2e-3
+    assert len(record["err"]) == {"forward": 1, "train": 3}[op] and record["timed"] == op
+
+
+@pytest.mark.parametrize("op", ["forward", "train"])
+def test_softmax_baseline_has_a_time_and_no_error(host_bench, monkeypatch, op):
+    monkeypatch.setattr(bench, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN is not on the CPU
+    record = host_bench.baseline((1, 70, 2, 8, 64), bench.SOFTMAX, op)
+    assert record["ms"] > 0 and not {"err", "tflops", "reason"} & set(record)
+    assert bench.notes([record])[0].endswith(" ms.")
 
 
 def test_bench_command_writes_what_it_measured_and_fails_on_red(host_bench, monkeypatch, tmp_path):
@@ -248,8 +280,10 @@ def test_bench_command_writes_what_it_measured_and_fails_on_red(host_bench, monk
     monkeypatch.setattr(cli, "torch_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(bench, "measure_card", lambda device: CARD)
     path = tmp_path / "record.json"
-    assert invoke("bench", "1,65,1,8,64", "--json", str(path)).exit_code == 0
+    assert invoke("bench", "1,65,1,8,64", "--op", "backward", "--json", str(path)).exit_code == 0
     assert [record["op"] for record in json.loads(path.read_text())] == ["backward", "host_call"]
+    assert invoke("bench", "1,65,1,8,64", "--json", str(path)).exit_code == 0
+    assert [record["op"] for record in json.loads(path.read_text())] == [*bench.OPS, *["host_call"] * 3]
     monkeypatch.setattr(accuracy, "check_shape", fake_check(passed=False))
     result = invoke("bench", "1,65,1,8,64", "--json", "-")
     assert result.exit_code == 1 and json.loads(result.stdout) == [] and "not timed" in result.stderr
@@ -270,17 +304,19 @@ RECORD = {
     "floor_ms": 0.25, "err": [1e-3, 2e-3, 3e-3], "copy_tb_s": 4.25, "matmul_tflops": 793.0,
     "device": "a card", "torch": "2", "dsl": "4", "sources_sha256": "ab" * 32,
 }  # fmt: skip
-HOST = {"shape": [1, 64, 1, 16, 128], "op": "host_call", "us": 61.4}
+HOST = {"shape": [1, 64, 1, 16, 128], "op": "host_call", "timed": "backward", "us": 61.4}
 
 
 def test_markdown_of_a_json_file(tmp_path):
     path = tmp_path / "record.json"
-    path.write_text(json.dumps([RECORD, HOST]))
+    path.write_text(json.dumps([RECORD, {**RECORD, "op": "train", "err": [1e-3] * 4}, HOST]))
     lines = invoke("bench", "--from-json", str(path), "--markdown").output.splitlines()
-    assert lines[1] == "| --- | ---: | ---: | ---: | ---: | ---: | --- |"
-    assert lines[2] == "| 4, 8192, 32, 16, 128 | 0.500 | 0.600 | 664 | 0.250 | 50 % | 1.00e-3 / 2.00e-3 / 3.00e-3 |"
-    assert lines[4].startswith("- a card, torch 2, CuTe DSL 4, kernels abababababab;") and "4.25 TB/s" in lines[4]
-    assert lines[5] == "- Host time of one call at (1, 64, 1, 16, 128): 61 us."
+    assert lines[0] == "**Backward**" and lines[2].endswith("| of floor | error dq / dk / dv |")
+    assert lines[3] == "| --- | ---: | ---: | ---: | ---: | ---: | --- |"
+    assert lines[4] == "| 4, 8192, 32, 16, 128 | 0.500 | 0.600 | 664 | 0.250 | 50 % | 1.00e-3 / 2.00e-3 / 3.00e-3 |"
+    assert lines[6] == "**Forward and backward through autograd**" and lines[8].endswith("| error o / dq / dk / dv |")
+    assert lines[12].startswith("- a card, torch 2, CuTe DSL 4, kernels abababababab;") and "4.25 TB/s" in lines[12]
+    assert lines[13] == "- Host time of one call (backward) at (1, 64, 1, 16, 128): 61 us."
 
 
 def test_table_of_a_json_file(tmp_path):
@@ -317,6 +353,8 @@ def test_info_shows_what_its_json_holds():
 def test_bench_on_the_card():
     result = invoke("bench", "1,512,4,16,128", "--sustained", "0.01", "--json", "-")
     assert result.exit_code == 0, result.output
-    backward, host = json.loads(result.stdout)
-    assert backward["backend"] == "cute" and backward["ms"] > backward["floor_ms"] > 0
-    assert backward["sustained_ms"] > 0 and host["us"] > 0
+    *timed, _, _, host = json.loads(result.stdout)
+    assert [record["op"] for record in timed] == list(bench.OPS)
+    for record in timed:
+        assert record["backend"] == "cute" and record["ms"] > record["floor_ms"] > 0 and record["sustained_ms"] > 0
+    assert host["us"] > 0

@@ -46,7 +46,8 @@ def assert_accurate(gradients, inputs, scale=None, limit=accuracy.NORMAL_INPUT_L
 @every_row
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_row_at_every_length(key_dim, value_dim, length):
-    result = accuracy.check_shape((2, length, 3, key_dim, value_dim), "cute", "cuda")
+    batch, heads = (16, 16) if length < 16 else (2, 3)  # short lengths: enough rows for the norm of an error to be a mean
+    result = accuracy.check_shape((batch, length, heads, key_dim, value_dim), "cute", "cuda")
     assert result.passed, result
 
 

@@ -42,7 +42,7 @@ def contiguous_strides(x):
 
 
 def test_public_names():
-    assert based_cute.__all__ == ["based_backward"]
+    assert based_cute.__all__ == ["based_attention", "based_backward"]
     assert based_bwd.based_backward is based_cute.based_backward
     assert isinstance(based_cute.__version__, str) and based_cute.__version__
 

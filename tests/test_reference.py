@@ -332,12 +332,23 @@ def test_check_shape_passes_the_torch_path(shape):
 @pytest.mark.parametrize("fault", [1.01, math.nan])
 def test_check_shape_fails_a_wrong_gradient(monkeypatch, fault):
     def spoilt(q, k, v, do, backend):
-        dq, dk, dv = reference.chunked_backward(q, k, v, do)
+        dq, dk, dv = (x.bfloat16() for x in reference.chunked_backward(q, k, v, do))
         return dq, dk * fault, dv
 
     monkeypatch.setattr(accuracy.launcher, "based_backward", spoilt)
     result = accuracy.check_shape((1, 100, 1, 8, 16), "torch", "cpu")
-    assert not result.passed and result.reason.startswith("dk: ")
+    assert not result.passed and result.reason == "dk: autograd and based_backward differ"
+
+
+@pytest.mark.parametrize("fault", [1.01, math.nan])
+def test_check_shape_fails_a_wrong_output(monkeypatch, fault):
+    def spoilt(q, k, v, scale):
+        o, r = reference.chunked_forward(q, k, v, scale)
+        return (o * fault).bfloat16(), r
+
+    monkeypatch.setattr(accuracy.launcher, "_run_forward_reference", spoilt)
+    result = accuracy.check_shape((1, 100, 1, 8, 16), "torch", "cpu")
+    assert not result.passed and result.reason.startswith("o: got relative error")
 
 
 def test_no_floor_is_reached_on_normal_inputs():

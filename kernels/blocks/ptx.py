@@ -105,7 +105,7 @@ def recompute(word, *, loc=None, ip=None):
 
 
 def _load_words(count, address, loc, ip):
-    kind, names = {1: ("b32", "$0"), 2: ("v2.b32", "{$0,$1}"), 4: ("v4.b32", "{$0,$1,$2,$3}")}[count]
+    kind, names = {1: ("b32", "$0"), 4: ("v4.b32", "{$0,$1,$2,$3}")}[count]
     text = f"ld.shared.{kind} {names}, [${count}];"
     result = T.i32() if count == 1 else llvm.StructType.get_literal([T.i32()] * count)
     out = _asm(result, _words((address,), loc, ip), text, ",".join(["=r"] * count + ["r"]), loc, ip, memory=True)
@@ -121,22 +121,9 @@ def lds32(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def lds64(address, *, loc=None, ip=None):
-    """Two words, 8-byte aligned."""
-    return _load_words(2, address, loc, ip)
-
-
-@dsl_user_op
 def lds128(address, *, loc=None, ip=None):
     """Four words, 16-byte aligned."""
     return _load_words(4, address, loc, ip)
-
-
-@dsl_user_op
-def sts64(address, a, b, *, loc=None, ip=None):
-    """Two fp32 values, 8-byte aligned."""
-    operands = _words((address,), loc, ip) + _floats((a, b), loc, ip)
-    _asm(None, operands, "st.shared.v2.f32 [$0], {$1,$2};", "r,f,f", loc, ip, memory=True)
 
 
 @dsl_user_op

@@ -7,21 +7,24 @@ Warps 2 and 3 repeat warp 0.
 """
 
 import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.math import fma
 
 from .gemm import Product, k_steps, register_operand
 from .ptx import (
+    ONE_ZERO,
     ONES,
     float_of,
     ldmatrix4_transposed,
-    lds64,
     lds128,
     mul2,
     pack2,
     pick_word,
     stmatrix4,
-    sts64,
+    sts128,
     unpack2,
 )
+from .taylor import own_columns
 from .tiles import SwizzledTile
 
 
@@ -59,41 +62,95 @@ def gram_operand(tile: SwizzledTile, thread, tokens: int, statistics=None):
 
 
 class Normaliser:
-    """The Gram matrix in two bf16 terms (16, 16) and the sums (16 fp32), for each of two buffers."""
+    """The normaliser in shared memory, for each of two buffers: three (16, 16) bf16 tiles, G in two terms, high and low,
+    and the sums in three, which are the first entries of row n of the third tile.
 
-    TERM = 2 * 16 * 16
-    SUMS = 4 * 16
+    Written as tiles, both reach the tokens by products: x high + x low, and a tile of ones against the third.
+    """
 
-    def __init__(self, gram, sums, rows):
-        """gram: (16, 16, 4) shared tile, term + 2 * buffer; sums: address of fp32 sums; rows: x tiles (chunk, 16, stage)."""
-        self.base, self.sums = gram.iterator.toint(), sums
+    TILE = 2 * 16 * 16
+    TILES = 3
+
+    def __init__(self, gram, rows):
+        """gram: (16, 16, TILES * buffers) shared tiles; rows: x tiles (chunk, 16, stage)."""
+        self.base = gram.iterator.toint()
         self.update = Product(16, b=rows, b_transposed=True)
 
     @cute.jit
     def publish(self, acc, factor, buf, thread):
-        """factor * G as high and low terms from warp 0; the sums from warp 1."""
-        lane = thread % 32
+        """factor * G from warp 0, the sums from four lanes of warp 1."""
         if thread // 32 == 0:
-            tile = SwizzledTile(self.base + buf * (2 * self.TERM), 16, 16)
-            values = [acc[i] * factor for i in range(8)]
-            high = [pack2(values[2 * i], values[2 * i + 1]) for i in range(4)]
-            rest = [value - kept for value, kept in zip(values, [v for word in high for v in unpack2(word)])]
-            low = [pack2(rest[2 * i], rest[2 * i + 1]) for i in range(4)]
-            stmatrix4(tile.chunk(lane % 16, lane // 16), *high)
-            stmatrix4(tile.at(self.TERM).chunk(lane % 16, lane // 16), *low)
+            self.write_matrix(acc, factor, buf, thread)
         if (thread >= 32) & (thread < 36):
-            target = self.sums + buf * self.SUMS + lane * 8
-            sts64(target, acc[0], acc[1])
-            sts64(target + 32, acc[4], acc[5])
+            self.write_sums(acc, buf, thread % 32)
 
-    def load_sums(self, buf, quad_lane, key_dim: int) -> list:
-        """The sums of the own entries."""
-        source = self.sums + buf * self.SUMS + quad_lane * 8
-        return [float_of(word) for first in range(0, key_dim, 8) for word in lds64(source + first * 4)]
+    def tile(self, number):
+        return SwizzledTile(self.base + number * self.TILE, 16, 16)
+
+    def write_matrix(self, acc, factor, buf, lane):
+        pairs = [split2(acc[2 * i] * factor, acc[2 * i + 1] * factor) for i in range(4)]
+        for term, words in enumerate(zip(*pairs, strict=True)):
+            stmatrix4(self.tile(term + self.TILES * buf).chunk(lane % 16, lane // 16), *words)
+
+    def write_sums(self, acc, buf, lane):
+        """Lane l of the quad holds sums 2l, 2l + 1 and the same of the second eight."""
+        tile = self.tile(2 + self.TILES * buf)
+        for i in range(4):
+            row = 8 * (i // 2) + 2 * lane + i % 2
+            sts128(tile.chunk(row, 0), *three_terms(acc[4 * (i // 2) + i % 2]), 0, 0)
+            sts128(tile.chunk(row, 1), 0, 0, 0, 0)
 
 
-def issue_gram(product: Product, acc, rows: list, buf, *, accumulate: bool, commit: bool):
-    """acc (+)= x (high + low) of the published Gram matrix in buffer `buf`."""
-    for term in range(2):
-        matrix = k_steps(product.b, term + 2 * buf)
-        product.issue(acc, rows, matrix, accumulate=accumulate or term > 0, commit=commit and term == 1)
+def split2(a, b):
+    """(high, low): two fp32 values as packed bf16 pairs, each value the sum of its two terms to 2^-17."""
+    high = pack2(a, b)
+    kept = unpack2(high)
+    return high, pack2(a - kept[0], b - kept[1])
+
+
+def three_terms(value):
+    """An fp32 value as three bf16 terms in two words; the fourth half is 0."""
+    first = unpack2(pack2(value, 0.0))[0]
+    second = unpack2(pack2(value - first, 0.0))[0]
+    return pack2(first, second), pack2(value - first - second, 0.0)
+
+
+def write_ones(tile: SwizzledTile, thread, rows: int):
+    """The (rows, 16) tile whose columns 0, 1, 2 are ones and the others zero, by 128 threads."""
+    row, chunk = thread % rows, thread // rows
+    first = [pick_word(chunk == 0, word, 0) for word in (ONES, ONE_ZERO)]
+    sts128(tile.chunk(row, chunk), *first, 0, 0)
+
+
+class NormaliserProducts:
+    """What a token warpgroup takes from the normaliser: x G and the sums, 64 x 16 accumulators each."""
+
+    def __init__(self, rows, ones, gram):
+        self.matrix, self.sums = Product(16, rows, gram), Product(16, ones, gram)
+
+    def issue(self, stage, buf):
+        """Issue x G and the sums into accumulators of their own, returned; the group is left open."""
+        matrix, sums = self.matrix.accumulator(), self.sums.accumulator()
+        self.issue_matrix(matrix, stage, buf)
+        self.issue_sums(sums, buf)
+        return matrix, sums
+
+    def issue_matrix(self, acc, stage, buf, *, accumulate: bool = False):
+        """acc (+)= x G; the group is left open for more."""
+        rows = k_steps(self.matrix.a, stage)
+        for term in range(2):
+            matrix = k_steps(self.matrix.b, term + Normaliser.TILES * buf)
+            self.matrix.issue(acc, rows, matrix, accumulate=accumulate or term > 0, commit=False)
+
+    def issue_sums(self, acc, buf, *, accumulate: bool = False):
+        """acc (+)= the sums, in every row; the group is left open for more."""
+        tile = k_steps(self.sums.b, 2 + Normaliser.TILES * buf)
+        self.sums.issue(acc, k_steps(self.sums.a), tile, accumulate=accumulate, commit=False)
+
+
+def normaliser_sum(matrix, sums, x: list, scale, half: int, key_dim: int):
+    """scale x . (sums + (x G) / 2) over the own entries of row `half`: this lane's part of psi(x) . z less the count."""
+    total = Float32(0.0)
+    for value, column in zip(x, own_columns(half, key_dim), strict=True):
+        total = fma(value * scale, fma(matrix[column], 0.5, sums[column]), total)
+    return total

@@ -1,8 +1,8 @@
 """The project's one error rule, and the shapes it is applied to: shared by the tests and the command line.
 
 Gold is fp64: the O(T^2) closed form where it is cheap, else the chunked scans. The yardstick is the same maths in
-torch, with bf16 rounding exactly where the kernels round and fp32 everywhere else. On standard normal inputs each
-gradient must be within NORMAL_INPUT_LIMIT of the gold and within YARDSTICK_FACTOR times the yardstick's own error.
+torch, with bf16 rounding exactly where the kernels round and fp32 everywhere else. On standard normal inputs the output
+and each gradient must be within their limit of the gold and within YARDSTICK_FACTOR times the yardstick's own error.
 """
 
 import math
@@ -15,8 +15,10 @@ from torch import Tensor
 from . import launcher, reference
 
 GRADIENTS = ("dq", "dk", "dv")
+QUANTITIES = ("o", *GRADIENTS)  # what a check measures
 GATE = 2e-2  # relative error that any input must stay within
 NORMAL_INPUT_LIMIT = 3.5e-3  # what a calibrated bf16 pipeline gives on standard normal inputs
+OUTPUT_LIMIT = 2.5e-3  # the same for o, of which rounding the result alone is 1.7e-3
 YARDSTICK_FACTOR = 2.0
 OUTPUT_ROUNDING = 2.0**-9  # half a bf16 ulp: no two bf16 results are told apart below this, however small the yardstick
 CANCELLATION = 2.0**-8  # a gradient smaller than this part of its terms' absolute values is measured against those
@@ -24,7 +26,7 @@ CANCELLATION = 2.0**-8  # a gradient smaller than this part of its terms' absolu
 QUADRATIC_LIMIT = 512  # longest T whose gold is the O(T^2) closed form
 
 Shape = tuple[int, int, int, int, int]  # (B, T, H, K, V)
-Errors = tuple[float, float, float]  # of dq, dk, dv, in the order of GRADIENTS
+Errors = tuple[float, ...]  # in the order of QUANTITIES, or of GRADIENTS where it says so
 
 CORRECTNESS_SHAPES = ((1, 512, 4, 16, 128), (2, 1024, 8, 8, 64), (1, 1024, 6, 16, 64), (2, 256, 4, 16, 128))
 SPEED_SHAPES = (
@@ -43,7 +45,7 @@ SPEED_SHAPES = (
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One shape through one backend. errors and yardstick are those of dq, dk, dv; reason is "" on a pass."""
+    """One shape through one backend. errors and yardstick are those of QUANTITIES; reason is "" on a pass."""
 
     shape: Shape
     backend: str  # the one that ran: "cute" or "torch"
@@ -90,6 +92,13 @@ def gold_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | N
     return reference.chunked_backward(q, k, v, do, scale, dtype=torch.float64)
 
 
+def gold_output(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """fp64 o of inputs of any dtype, by the same two ways."""
+    if q.shape[1] <= QUADRATIC_LIMIT:
+        return reference.quadratic_forward(*(x.to(torch.float64) for x in (q, k, v)), scale)
+    return reference.chunked_forward(q, k, v, scale, dtype=torch.float64)[0]
+
+
 def cancellation_floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None = None) -> tuple[float, ...]:
     """Smallest norms that dq, dk and dv are measured against: CANCELLATION times those of their terms' absolute values.
 
@@ -103,21 +112,30 @@ def cancellation_floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: floa
     return tuple(CANCELLATION * torch.linalg.vector_norm(x).item() for x in magnitudes)
 
 
-def measure_errors(
-    gradients: tuple[Tensor, ...], gold: tuple[Tensor, ...], floors: tuple[float, ...] = (0.0, 0.0, 0.0)
-) -> Errors:
-    """Relative errors of dq, dk, dv."""
-    return tuple(relative_error(x, y, floor) for x, y, floor in zip(gradients, gold, floors, strict=True))
+def measure_errors(results: tuple[Tensor, ...], gold: tuple[Tensor, ...], floors: tuple[float, ...] | None = None) -> Errors:
+    """Relative error of each result, with its floor if there are any."""
+    floors = floors or (0.0,) * len(gold)
+    return tuple(relative_error(x, y, floor) for x, y, floor in zip(results, gold, floors, strict=True))
 
 
-def failure_reason(errors: Errors, yardstick: Errors) -> str:
-    """Which gradients break the rule, and by how much; "" if all keep it."""
+def failure_reason(errors: Errors, yardstick: Errors, names: tuple[str, ...] = GRADIENTS) -> str:
+    """Which of `names` break the rule, and by how much; "" if all keep it."""
     faults = []
-    for name, error, reachable in zip(GRADIENTS, errors, yardstick, strict=True):
-        allowed = min(NORMAL_INPUT_LIMIT, max(YARDSTICK_FACTOR * reachable, OUTPUT_ROUNDING))
+    for name, error, reachable in zip(names, errors, yardstick, strict=True):
+        limit = OUTPUT_LIMIT if name == "o" else NORMAL_INPUT_LIMIT
+        allowed = min(limit, max(YARDSTICK_FACTOR * reachable, OUTPUT_ROUNDING))
         if error > allowed:
             faults.append(f"{name}: got relative error {error:.2e}, need at most {allowed:.2e}")
     return "; ".join(faults)
+
+
+def train_step(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, dq, dk and dv as training gets them: the forward, and its gradients through autograd."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = launcher.based_attention(*leaves, scale, backend=backend)
+    return o.detach(), *torch.autograd.grad(o, leaves, do)
 
 
 def check_shape(
@@ -129,18 +147,34 @@ def check_shape(
 ) -> CheckResult:
     """Run one backend on standard normal bf16 inputs of shape (B, T, H, K, V) and hold it to the error rule.
 
-    `progress` is called with one line before each stage. Raises what `based_backward` raises if `backend` cannot run.
+    o and the gradients are those of autograd; `based_backward` must give the same gradients to the bit. `progress` is called
+    with one line before each stage. Raises what `based_attention` raises if `backend` cannot run.
     """
     say = progress or (lambda line: None)
     inputs = make_inputs(shape, device, seed)
     ran = launcher.which_backend(inputs[0], shape[3], shape[4], inputs[0].dtype)[0] if backend == "auto" else backend
-    say(f"{shape}: backward on {device} through {ran}")
-    gradients = launcher.based_backward(*inputs, backend=backend)
+    say(f"{shape}: forward and backward on {device} through {ran}")
+    results = train_step(*inputs, backend=backend)
+    faults = disagreements(results[1:], launcher.based_backward(*inputs, backend=backend))
     say(f"{shape}: fp64 gold")
-    gold, floors = gold_gradients(*inputs), cancellation_floors(*inputs)
-    errors = measure_errors(gradients, gold, floors)
-    del gradients
+    gold = gold_output(*inputs[:3]), *gold_gradients(*inputs)
+    floors = 0.0, *cancellation_floors(*inputs)
+    errors = measure_errors(results, gold, floors)
+    del results
     say(f"{shape}: bf16 yardstick")
-    yardstick = measure_errors(reference.chunked_backward(*inputs, round_operands=True), gold, floors)
-    reason = failure_reason(errors, yardstick)
+    yardstick = measure_errors(yardstick_results(*inputs), gold, floors)
+    reason = "; ".join(filter(None, (failure_reason(errors, yardstick, QUANTITIES), *faults)))
     return CheckResult(tuple(shape), ran, errors, yardstick, not reason, reason)
+
+
+def yardstick_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, dq, dk and dv with bf16 rounding where the kernels round, in fp32 tensors."""
+    o, _ = reference.chunked_forward(q, k, v, round_operands=True)
+    return o, *reference.chunked_backward(q, k, v, do, round_operands=True)
+
+
+def disagreements(gradients: tuple[Tensor, ...], raw: tuple[Tensor, ...]) -> list[str]:
+    """A sentence for each gradient through autograd that is not, bit for bit, that of `based_backward`."""
+    triples = zip(GRADIENTS, gradients, raw, strict=True)
+    different = [name for name, x, y in triples if not torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True)]
+    return [f"{name}: autograd and based_backward differ" for name in different]

@@ -1,14 +1,15 @@
-"""Timing of the backward on a CUDA card, beside the floors that the same card sets in the same run.
+"""Timing of the forward, the backward and both through autograd ("train") on a CUDA card, beside the floors that the same
+card sets in the same run.
 
-One method for our backward, for the baselines and for the card's own rates:
+One method for our own calls, for the baselines and for the card's own rates:
 
 * CUDA events around every call and no synchronisation in between; the median and the minimum of 30 calls after warm-up.
 * L2-cold inputs. Calls rotate through input sets, at least two and together more than three times the L2, so that
   nothing of a set is left in the cache when its turn comes again. Flushing the cache between calls would do too, but it
   leaves dirty lines whose write-back then falls into the timed call.
-* A shape is timed only after its gradients passed `accuracy.check_shape` on the same card.
+* A shape is timed only after its output and gradients passed `accuracy.check_shape` on the same card.
 
-Floors count what two scans must move and multiply (docs/performance.md); TFLOP/s are canonical, from the shape alone.
+Floors count what the passes must move and multiply (docs/performance.md); TFLOP/s are canonical, from the shape alone.
 """
 
 import functools
@@ -20,19 +21,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import accuracy, reference
 from .accuracy import Shape
 from .kernels.build import sources_sha256
-from .launcher import based_backward
+from .launcher import based_attention, based_backward
 
 CHUNK = 64  # the chunk that both the canonical FLOPs and the floor's chunk-quadratic products are counted with
 CALLS = 30
 WARM_UP = 3
-HOST_CALLS = 200  # two launches each: below the depth of the launch queue, so the host never waits for the card
+HOST_CALLS = 200  # three launches each at most: below the depth of the launch queue, so the host never waits for the card
 L2_MULTIPLE = 3
 COPY_BYTES = 4 << 30
 MATMUL_SIZE = 8192
+
+OPS = ("forward", "backward", "train")  # train: forward and backward through autograd
+SOFTMAX_HEAD_DIM = 128  # of the softmax attention that a training step is compared with
 
 DSL = "nvidia-cutlass-dsl"  # the distribution whose version a record carries
 
@@ -43,31 +48,34 @@ class RedCheck(RuntimeError):
     """The gradients of a shape failed their check, so it has no time."""
 
 
-def canonical_flops(shape: Shape) -> int:
-    """W, the FLOPs that TFLOP/s are quoted in: twice a forward with chunk 64 and the full 1 + K + K^2 features."""
+def canonical_flops(shape: Shape, op: str = "backward") -> int:
+    """The FLOPs that TFLOP/s are quoted in: a forward with chunk 64 and the full 1 + K + K^2 features; twice that, W, for the
+    backward, and thrice for both."""
     batch, length, heads, key_dim, value_dim = shape
     terms = 1 + key_dim + key_dim**2
-    return 2 * batch * heads * length * (4 * terms * value_dim + 2 * CHUNK * (key_dim + value_dim))
+    forward = batch * heads * length * (4 * terms * value_dim + 2 * CHUNK * (key_dim + value_dim))
+    return {"forward": 1, "backward": 2, "train": 3}[op] * forward
 
 
-def bytes_per_token(key_dim: int, value_dim: int) -> int:
-    """Global-memory bytes that two scans move per token: bf16 tensors, and r and h in fp32 between the scans."""
+def bytes_per_token(key_dim: int, value_dim: int, op: str = "backward") -> int:
+    """Global-memory bytes that an op must move per token: bf16 tensors, and r and h in fp32 between the backward's scans."""
+    output = 2 * (2 * key_dim + 2 * value_dim)  # q, k, v in, o out
     inputs = 2 * (2 * key_dim + 2 * value_dim)  # q, k, v, do, read by each of the two scans
     row_terms = 2 * 4  # r and h, written by the forward scan and read by the reverse scan
     gradients = 2 * (2 * key_dim + value_dim)  # dq, dk, dv
-    return 2 * inputs + 2 * row_terms + gradients
+    backward = 2 * inputs + 2 * row_terms + gradients
+    return {"forward": output, "backward": backward, "train": output + backward}[op]
 
 
-def flops_per_token(key_dim: int, value_dim: int) -> int:
-    """Tensor-core FLOPs of two scans per token, with the packed symmetric features padded to a k-step of 16."""
+def flops_per_token(key_dim: int, value_dim: int, op: str = "backward") -> int:
+    """Tensor-core FLOPs of an op per token, with the packed symmetric features padded to a k-step of 16."""
     distinct = 1 + key_dim + key_dim * (key_dim + 1) // 2
     features = -(-distinct // 16) * 16  # 160 for K = 16, 48 for K = 8
-    state = 5 * 2 * features * value_dim  # Y, S update; W, phi(k) dS, dS update
-    scores = 2 * 2 * CHUNK * key_dim  # s, s^T
-    score_gradients = 2 * 2 * CHUNK * value_dim  # dA in the forward scan, dA^T in the reverse scan
-    local_dv = 2 * CHUNK * value_dim  # A^T do
-    local_dq_dk = 2 * 2 * CHUNK * key_dim  # ds k, ds^T q
-    return state + scores + score_gradients + local_dv + local_dq_dk
+    state, keys, values = 2 * features * value_dim, 2 * CHUNK * key_dim, 2 * CHUNK * value_dim  # FLOPs of one product each
+    output = 2 * state + keys + values  # S update, psi(q) S; s; A v
+    # Y, S update, W, phi(k) dS, dS update; s, s^T, ds k, ds^T q; dA, dA^T, A^T do
+    backward = 5 * state + 4 * keys + 3 * values
+    return {"forward": output, "backward": backward, "train": output + backward}[op]
 
 
 @dataclass(frozen=True)
@@ -77,11 +85,11 @@ class Card:
     copy_rate: float
     matmul_rate: float
 
-    def floor_ms(self, shape: Shape) -> float:
-        """The time below which two scans cannot go on this card: the larger of its byte and its FLOP bound."""
+    def floor_ms(self, shape: Shape, op: str = "backward") -> float:
+        """The time below which an op cannot go on this card: the larger of its byte and its FLOP bound."""
         batch, length, heads, key_dim, value_dim = shape
-        by_bytes = bytes_per_token(key_dim, value_dim) / self.copy_rate
-        by_flops = flops_per_token(key_dim, value_dim) / self.matmul_rate
+        by_bytes = bytes_per_token(key_dim, value_dim, op) / self.copy_rate
+        by_flops = flops_per_token(key_dim, value_dim, op) / self.matmul_rate
         return 1e3 * batch * length * heads * max(by_bytes, by_flops)
 
 
@@ -183,64 +191,104 @@ class Bench:
         """A record of the JSON file: the shape, what was measured, and where it came from."""
         return {"shape": list(shape), "op": op, **measured, **provenance(self.device)}
 
-    def backward(self, shape: Shape) -> Record:
-        """Check `shape`, then time it. Raises RedCheck, without a time, when the check fails."""
+    def checked(self, shape: Shape) -> accuracy.CheckResult:
+        """The check of a shape, without which nothing is timed. Raises RedCheck when it fails."""
         result = accuracy.check_shape(shape, self.backend, self.device, seed=self.seed)
         if not result.passed:
             raise RedCheck(f"{shape}: {result.reason}; not timed. See `based-cute check {','.join(map(str, shape))}`")
-        call = functools.partial(based_backward, backend=self.backend)
-        inputs = rotated_inputs(shape, self.device, self.seed)
+        return result
+
+    def timed(self, shape: Shape, op: str, result: accuracy.CheckResult) -> Record:
+        """Time one op of a shape whose check, `result`, is green."""
+        call, arguments = own_call(op, self.backend)
+        inputs = [inputs[:arguments] for inputs in rotated_inputs(shape, self.device, self.seed)]
         times = time_calls(call, inputs)
         burst = statistics.median(times)
         measured = {
             "ms": burst,
             "ms_min": min(times),
-            "tflops": canonical_flops(shape) / (1e9 * burst),
-            "floor_ms": self.card.floor_ms(shape),
-            "err": list(result.errors),
+            "tflops": canonical_flops(shape, op) / (1e9 * burst),
+            "floor_ms": self.card.floor_ms(shape, op),
+            "err": list(result.errors[QUANTITIES_OF[op]]),
             "backend": result.backend,
             "copy_tb_s": 1e-12 * self.card.copy_rate,
             "matmul_tflops": 1e-12 * self.card.matmul_rate,
         }
         if self.sustained:
             measured["sustained_ms"] = sustained_ms(call, inputs, self.sustained, burst)
-        return self.record(shape, "backward", **measured)
+        return self.record(shape, op, **measured)
 
-    def host_call(self, key_dim: int, value_dim: int) -> Record:
+    def host_call(self, key_dim: int, value_dim: int, op: str) -> Record:
         """Host microseconds of one call at (1, 64, 1, K, V), where the card has next to nothing to do."""
         shape = (1, 64, 1, key_dim, value_dim)
-        call = functools.partial(based_backward, backend=self.backend)
-        inputs = accuracy.make_inputs(shape, self.device, self.seed)
-        return self.record(shape, "host_call", us=host_microseconds(call, inputs))
+        call, arguments = own_call(op, self.backend)
+        inputs = accuracy.make_inputs(shape, self.device, self.seed)[:arguments]
+        return self.record(shape, "host_call", timed=op, us=host_microseconds(call, inputs))
 
-    def baseline(self, shape: Shape, system: str) -> Record:
-        """Time the backward of another system. What it raises is recorded as a sentence, never as a number."""
+    def baseline(self, shape: Shape, system: str, op: str = "backward") -> Record:
+        """Time an op of another system. What it raises is recorded as a sentence, never as a number."""
         try:
-            call, inputs = BASELINES[system](shape, self)
+            baseline = BASELINES[op][system]
+            call, inputs = baseline.prepare(shape, self)
             ms = statistics.median(time_calls(call, inputs))
-            gold = accuracy.gold_gradients(*accuracy.make_inputs(shape, self.device, self.seed))
-            errors = accuracy.measure_errors(call(*inputs[0]), gold)
-            if not all(map(math.isfinite, errors)):
-                raise ArithmeticError("its gradients are not finite")
-            measured = {"ms": ms, "tflops": canonical_flops(shape) / (1e9 * ms), "err": list(errors)}
+            measured = {"ms": ms}
+            if baseline.same_function:
+                measured["tflops"] = canonical_flops(shape, op) / (1e9 * ms)
+                measured["err"] = self.baseline_errors(shape, op, call(*inputs[0]))
         except Exception as error:  # foreign code: a missing package, a compile error and a full memory all end here
             measured = {"reason": f"{type(error).__name__}: {error}".splitlines()[0]}
-        return self.record(shape, "baseline", system=system, **measured)
+        return self.record(shape, "baseline", timed=op, system=system, **measured)
 
-    def records(self, shapes: Sequence[Shape], baselines: bool) -> Iterator[Record | RedCheck]:
+    def baseline_errors(self, shape: Shape, op: str, results: object) -> list[float]:
+        """Errors of a baseline's results on the first input set. Raises ArithmeticError unless all are finite."""
+        q, k, v, do = accuracy.make_inputs(shape, self.device, self.seed)
+        results = results if isinstance(results, tuple) else (results,)
+        gold = (accuracy.gold_output(q, k, v),) if op == "forward" else accuracy.gold_gradients(q, k, v, do)
+        errors = accuracy.measure_errors(results, gold)
+        if not all(map(math.isfinite, errors)):
+            raise ArithmeticError("its results are not finite")
+        return list(errors)
+
+    def records(self, shapes: Sequence[Shape], ops: Sequence[str], baselines: bool) -> Iterator[Record | RedCheck]:
         """Everything asked for, one at a time; a red shape yields its RedCheck and no record."""
         green: dict[tuple[int, int], None] = {}  # the (K, V) that passed, once each and in order
         for shape in shapes:
             try:
-                yield self.backward(shape)
+                result = self.checked(shape)
             except RedCheck as red:
                 yield red
                 continue
             green[shape[3:]] = None
-            for system in BASELINES if baselines else ():
-                yield self.baseline(shape, system)
+            for op in ops:
+                yield self.timed(shape, op, result)
+                for system in BASELINES[op] if baselines else ():
+                    yield self.baseline(shape, system, op)
         for key_dim, value_dim in green:
-            yield self.host_call(key_dim, value_dim)
+            for op in ops:
+                yield self.host_call(key_dim, value_dim, op)
+
+
+QUANTITIES_OF = {"forward": slice(0, 1), "backward": slice(1, None), "train": slice(None)}  # of accuracy.QUANTITIES
+
+
+def own_call(op: str, backend: str) -> tuple[Callable, int]:
+    """What is timed for an op, and how many of (q, k, v, do) it takes."""
+    call, arguments = {"forward": (based_attention, 3), "backward": (based_backward, 4), "train": (accuracy.train_step, 4)}[op]
+    return functools.partial(call, backend=backend), arguments
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Baselines
+
+Prepared = tuple[Callable, list[tuple]]  # a call and its input sets
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Another system: `prepare(shape, bench)` readies the calls; what computes another function has a time alone."""
+
+    prepare: Callable[[Shape, Bench], Prepared]
+    same_function: bool = True
 
 
 def chunked_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -258,8 +306,13 @@ def chunked_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def backward_of(forward: Callable, shape: Shape, bench: Bench) -> tuple[Callable, list[tuple]]:
-    """(call, inputs) that time the backward of `forward` alone: one graph per input set, kept from call to call."""
+def forward_of(forward: Callable, shape: Shape, bench: Bench) -> Prepared:
+    """Time `forward` alone."""
+    return forward, [inputs[:3] for inputs in rotated_inputs(shape, bench.device, bench.seed)]
+
+
+def backward_of(forward: Callable, shape: Shape, bench: Bench) -> Prepared:
+    """Time the backward of `forward` alone: one graph per input set, kept from call to call."""
 
     def graph(q, k, v, do):
         leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -270,30 +323,69 @@ def backward_of(forward: Callable, shape: Shape, bench: Bench) -> tuple[Callable
     return call, [graph(*inputs) for inputs in rotated_inputs(shape, bench.device, bench.seed)]
 
 
-def fla_backward(name: str, shape: Shape, bench: Bench) -> tuple[Callable, list[tuple]]:
-    """The backward of a Triton kernel of flash-linear-attention (the extra `bench`), on bf16 in the same layout."""
-    from fla.ops import based as fla_based  # an optional package, and slow to import
+def train_of(forward: Callable, shape: Shape, bench: Bench) -> Prepared:
+    """Time `forward` and its backward together."""
 
-    return backward_of(getattr(fla_based, name), shape, bench)
+    def call(q, k, v, do):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = forward(*leaves)
+        return torch.autograd.grad(o, leaves, do.to(o.dtype))
+
+    return call, rotated_inputs(shape, bench.device, bench.seed)
 
 
-def torch_backward(shape: Shape, bench: Bench) -> tuple[Callable, list[tuple]]:
+def fla(time_of: Callable, name: str) -> Baseline:
+    """A Triton kernel of flash-linear-attention (the extra `bench`), on bf16 in the same layout."""
+
+    def prepare(shape: Shape, bench: Bench) -> Prepared:
+        from fla.ops import based as fla_based  # an optional package, and slow to import
+
+        return time_of(getattr(fla_based, name), shape, bench)
+
+    return Baseline(prepare)
+
+
+def softmax(time_of: Callable) -> Baseline:
+    """Causal softmax attention by cuDNN at head dimension 128, with the same B, T and H: what a model would run instead."""
+
+    def forward(q, k, v):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+    def prepare(shape: Shape, bench: Bench) -> Prepared:
+        return time_of(forward, (*shape[:3], SOFTMAX_HEAD_DIM, SOFTMAX_HEAD_DIM), bench)
+
+    return Baseline(prepare, same_function=False)
+
+
+def torch_backward(shape: Shape, bench: Bench) -> Prepared:
     """This package's own torch path."""
     return functools.partial(based_backward, backend="torch"), rotated_inputs(shape, bench.device, bench.seed)
 
 
-BASELINES: dict[str, Callable[[Shape, Bench], tuple[Callable, list[tuple]]]] = {
-    "fla parallel_based": functools.partial(fla_backward, "parallel_based"),
-    "fla fused_chunk_based": functools.partial(fla_backward, "fused_chunk_based"),
-    "autograd, fp32 chunks": functools.partial(backward_of, chunked_forward),
-    "torch path": torch_backward,
+SOFTMAX = f"softmax attention (SDPA, cuDNN, head dim {SOFTMAX_HEAD_DIM})"
+BASELINES: dict[str, dict[str, Baseline]] = {
+    "forward": {"fla parallel_based": fla(forward_of, "parallel_based"), SOFTMAX: softmax(forward_of)},
+    "backward": {
+        "fla parallel_based": fla(backward_of, "parallel_based"),
+        "fla fused_chunk_based": fla(backward_of, "fused_chunk_based"),
+        "autograd, fp32 chunks": Baseline(functools.partial(backward_of, chunked_forward)),
+        "torch path": Baseline(torch_backward),
+    },
+    "train": {
+        "fla parallel_based": fla(train_of, "parallel_based"),
+        "fla fused_chunk_based": fla(train_of, "fused_chunk_based"),
+        SOFTMAX: softmax(train_of),
+    },
 }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From records to text
 
-HEADER = ("B, T, H, K, V", "ms", "sustained ms", "TFLOP/s", "floor ms", "of floor", "error dq / dk / dv")
+HEADER = ("B, T, H, K, V", "ms", "sustained ms", "TFLOP/s", "floor ms", "of floor", "error {}")
+TITLES = {"forward": "Forward", "backward": "Backward", "train": "Forward and backward through autograd"}
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -302,12 +394,27 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def error_text(errors: Sequence[float]) -> str:
-    """The errors of dq, dk and dv for a table cell."""
+    """Errors for a table cell."""
     return " / ".join(f"{1e3 * error:.2f}e-3" for error in errors)
 
 
+def header(op: str) -> tuple[str, ...]:
+    """The column heads of an op's table."""
+    return *HEADER[:-1], HEADER[-1].format(" / ".join(accuracy.QUANTITIES[QUANTITIES_OF[op]]))
+
+
+def ops_of(records: Sequence[Record]) -> list[str]:
+    """The ops that have records, in the order of OPS."""
+    return [op for op in OPS if any(record["op"] == op for record in records)]
+
+
+def table_rows(records: Sequence[Record], op: str) -> list[tuple[str, ...]]:
+    """The rows of an op's table."""
+    return [table_row(record) for record in records if record["op"] == op]
+
+
 def table_row(record: Record) -> tuple[str, ...]:
-    """The cells of one "backward" record under HEADER."""
+    """The cells of one timed record under its header."""
     return (
         shape_text(record["shape"]),
         f"{record['ms']:.3f}",
@@ -320,15 +427,15 @@ def table_row(record: Record) -> tuple[str, ...]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """What stands under the table: the machine and its own rates, host time per call, one sentence per baseline."""
+    """What stands under the tables: the machine and its own rates, host time per call, one sentence per baseline."""
     sentences = {"host_call": host_sentence, "baseline": baseline_sentence}
-    backward = [record for record in records if record["op"] == "backward"]
-    machine = [machine_sentence(record) for record in backward[:1]]
+    timed = [record for record in records if record["op"] in OPS]
+    machine = [machine_sentence(record) for record in timed[:1]]
     return machine + [sentences[record["op"]](record) for record in records if record["op"] in sentences]
 
 
 def machine_sentence(record: Record) -> str:
-    """Where a "backward" record was measured, and the rates behind its floor."""
+    """Where a timed record was measured, and the rates behind its floor."""
     versions = f"torch {record['torch']}, CuTe DSL {record['dsl']}, kernels {record['sources_sha256'][:12]}"
     rates = f"{record['copy_tb_s']:.2f} TB/s copy and {record['matmul_tflops']:.0f} TFLOP/s product"
     return f"{record['device']}, {versions}; floors from its own {rates}."
@@ -336,20 +443,22 @@ def machine_sentence(record: Record) -> str:
 
 def host_sentence(record: Record) -> str:
     """One "host_call" record."""
-    return f"Host time of one call at ({shape_text(record['shape'])}): {record['us']:.0f} us."
+    return f"Host time of one call ({record['timed']}) at ({shape_text(record['shape'])}): {record['us']:.0f} us."
 
 
 def baseline_sentence(record: Record) -> str:
     """One "baseline" record."""
-    subject = f"{record['system']} at ({shape_text(record['shape'])})"
+    subject = f"{record['system']}, {record['timed']} at ({shape_text(record['shape'])})"
     if "reason" in record:
         return f"{subject}: no time ({record['reason']})."
-    return f"{subject}: {record['ms']:.3g} ms, {record['tflops']:.3g} TFLOP/s, errors {error_text(record['err'])}."
+    rest = f", {record['tflops']:.3g} TFLOP/s, errors {error_text(record['err'])}" if "err" in record else ""
+    return f"{subject}: {record['ms']:.3g} ms{rest}."
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """The table of README.md, from the records of a JSON file."""
-    rows = [HEADER, ("---", *("---:",) * (len(HEADER) - 2), "---")]
-    rows += [table_row(record) for record in records if record["op"] == "backward"]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes(records))])
+    """The tables of README.md, one per op, from the records of a JSON file."""
+    lines = []
+    for op in ops_of(records):
+        rows = [header(op), ("---", *("---:",) * (len(HEADER) - 2), "---"), *table_rows(records, op)]
+        lines += [f"**{TITLES[op]}**", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    return "\n".join([*lines, *(f"- {note}" for note in notes(records))])

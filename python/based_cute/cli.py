@@ -1,4 +1,4 @@
-"""The command `based-cute`: `check` the gradients anywhere, `bench` them on a CUDA card, `info` about what would run.
+"""The command `based-cute`: `check` output and gradients anywhere, `bench` them on a CUDA card, `info` about what would run.
 
 Tables go to standard output and progress to standard error; with `--json -` the tables move to standard error too, so
 that standard output is JSON alone.
@@ -52,7 +52,7 @@ json_option = click.option("--json", "json_path", metavar="FILE", help="Write JS
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(bench.version_of("based-cute"))
 def main() -> None:
-    """The backward of Based linear attention: CuTe-DSL kernels on Hopper, torch anywhere else."""
+    """Based linear attention and its backward: CuTe-DSL kernels on Hopper, torch anywhere else."""
 
 
 def console_for(json_path: str | None) -> Console:
@@ -123,9 +123,10 @@ def routes(pairs: Sequence[tuple[int, int]], device: torch.device, backend: str)
 @seed_option
 @json_option
 def check(shapes: tuple[accuracy.Shape, ...], device: str, backend: str, seed: int, json_path: str | None) -> None:
-    """Compare dq, dk and dv with the gold, beside what rounding to bf16 costs anyway (the yardstick).
+    """Compare o, dq, dk and dv with the gold, beside what rounding to bf16 costs anyway (the yardstick).
 
-    Without shapes: every correctness shape. Exit code 1 if any gradient is off or not finite.
+    The gradients are those of autograd, and must be those of based_backward to the bit. Without shapes: every correctness
+    shape. Exit code 1 if anything is off or not finite.
     """
     target, console = torch_device(device), console_for(json_path)
     shapes = shapes or accuracy.CORRECTNESS_SHAPES
@@ -159,21 +160,22 @@ def run_checks(
 
 
 def check_table(results: Sequence[accuracy.CheckResult]) -> Table:
-    """Per shape and gradient: the error beside the yardstick; the caption says what is allowed."""
+    """Per shape and quantity: the error beside the yardstick; the caption says what is allowed."""
     allowed = (
         f"Relative Frobenius error against the gold. Allowed: {accuracy.YARDSTICK_FACTOR:g} x the yardstick or "
-        f"{accuracy.OUTPUT_ROUNDING:.1e}, whichever is more, and never above {accuracy.NORMAL_INPUT_LIMIT:.1e}."
+        f"{accuracy.OUTPUT_ROUNDING:.1e}, whichever is more, and never above {accuracy.NORMAL_INPUT_LIMIT:.1e} "
+        f"(o: {accuracy.OUTPUT_LIMIT:.1e})."
     )
-    header = ("B, T, H, K, V", "ran", "gradient", "error", "yardstick", "verdict")
+    header = ("B, T, H, K, V", "ran", "of", "error", "yardstick", "verdict")
     return plain_table(header, [check_row(result) for result in results], caption=allowed, show_lines=True)
 
 
 def check_row(result: accuracy.CheckResult) -> tuple[str, ...]:
-    """The cells of one shape, three lines each where they differ by gradient."""
+    """The cells of one shape, a line for each quantity where they differ."""
     return (
         bench.shape_text(result.shape),
         result.backend,
-        "\n".join(accuracy.GRADIENTS),
+        "\n".join(accuracy.QUANTITIES),
         "\n".join(f"{error:.2e}" for error in result.errors),
         "\n".join(f"{error:.2e}" for error in result.yardstick),
         "ok" if result.passed else "FAILED",
@@ -191,6 +193,7 @@ def check_record(result: accuracy.CheckResult, device: torch.device) -> bench.Re
         "shape": list(result.shape),
         "op": "check",
         "backend": result.backend,
+        "of": list(accuracy.QUANTITIES),
         "err": finite_or_null(result.errors),
         "yardstick": finite_or_null(result.yardstick),
         "passed": result.passed,
@@ -205,36 +208,56 @@ def check_record(result: accuracy.CheckResult, device: torch.device) -> bench.Re
 
 @main.command("bench")
 @shapes_argument
+@click.option("--op", "ops", type=click.Choice([*bench.OPS, "all"]), default="all", show_default=True, help="What to time.")
 @backend_option
 @seed_option
 @click.option("--sustained", default=0.0, metavar="SECONDS", help="Also time a run without a pause, as long as this.")
-@click.option("--baselines", is_flag=True, help="Also time flash-linear-attention, autograd and the torch path.")
+@click.option("--baselines", is_flag=True, help="Also time other systems.")
 @click.option("--from-json", type=click.Path(exists=True, dir_okay=False), help="Measure nothing; show this file.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print the table as README.md has it.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print the tables as README.md has them.")
 @json_option
 def bench_command(
-    shapes: tuple[accuracy.Shape, ...], from_json: str | None, as_markdown: bool, json_path: str | None, **settings
+    shapes: tuple[accuracy.Shape, ...],
+    ops: str,
+    from_json: str | None,
+    as_markdown: bool,
+    json_path: str | None,
+    **settings,
 ) -> None:
-    """Time the backward on CUDA events with a cold L2, beside the floors that the card sets in the same run.
+    """Time the ops on CUDA events with a cold L2, beside the floors that the card sets in the same run.
 
-    Without shapes: every speed shape. A shape whose check is red is not timed, and the exit code is 1.
+    An op is the forward, the backward, or both through autograd (train). Without shapes: every speed shape. A shape whose
+    check is red is not timed, and the exit code is 1.
     """
     if from_json:
         records, refusals = json.loads(Path(from_json).read_text()), []
     else:
-        records, refusals = run_bench(shapes or accuracy.SPEED_SHAPES, json_path, **settings)
+        asked = bench.OPS if ops == "all" else (ops,)
+        records, refusals = run_bench(shapes or accuracy.SPEED_SHAPES, asked, json_path, **settings)
     if as_markdown:
         click.echo(bench.markdown(records), err=json_path == "-")
     else:
-        rows = [bench.table_row(record) for record in records if record["op"] == "backward"]
-        console_for(json_path).print(plain_table(bench.HEADER, rows, caption="\n".join(bench.notes(records))))
+        show_tables(records, console_for(json_path))
     for refusal in refusals:
         click.secho(str(refusal), fg="red", err=True)
     sys.exit(bool(refusals))
 
 
+def show_tables(records: Sequence[bench.Record], console: Console) -> None:
+    """A table per op, and the notes under the last one."""
+    for op in bench.ops_of(records):
+        console.print(plain_table(bench.header(op), bench.table_rows(records, op), title=bench.TITLES[op]))
+    console.print("\n".join(bench.notes(records)), soft_wrap=True)
+
+
 def run_bench(
-    shapes: Sequence[accuracy.Shape], json_path: str | None, backend: str, seed: int, sustained: float, baselines: bool
+    shapes: Sequence[accuracy.Shape],
+    ops: Sequence[str],
+    json_path: str | None,
+    backend: str,
+    seed: int,
+    sustained: float,
+    baselines: bool,
 ) -> tuple[list[bench.Record], list[bench.RedCheck]]:
     """Measure on the current CUDA device. A file is written after every record: a run cut short leaves what it has."""
     if not torch.cuda.is_available():
@@ -247,7 +270,7 @@ def run_bench(
     with progress_bar() as progress:
         task = progress.add_task("the card's own rates", total=None)
         run = bench.Bench(device, bench.measure_card(device), backend, seed, sustained)
-        for outcome in run.records(shapes, baselines):
+        for outcome in run.records(shapes, ops, baselines):
             (refusals if isinstance(outcome, bench.RedCheck) else records).append(outcome)
             progress.update(task, advance=1, description=str(records[-1]["shape"]) if records else "red")
             if json_path != "-":

@@ -1,4 +1,4 @@
-"""The Based backward in torch: the O(T^2) gold, and the two chunked scans of the kernels for any device, K, V and T.
+"""Based attention and its backward in torch: the O(T^2) gold, and the chunked scans of the kernels for any device and shape.
 
 One layout throughout, (B, T, H, D); inside a stage tensors are (B, H, tokens, D), so that a product over tokens or
 channels is a plain matmul. With t = 1 + s and s = scale * q.k, causal with the diagonal:
@@ -211,6 +211,29 @@ def chunked_backward(
     return dq, *reverse_scan(q, k, v, do, r, h, scale, **options)
 
 
+def chunked_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, *,
+    chunk: int = 64, dtype: torch.dtype = torch.float32, round_operands: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output o (B, T, H, V) and r = 1/den (B, H, T), in O(T) time and O(chunk) memory, staged as the kernel is.
+
+    q, k: (B, T, H, K); v: (B, T, H, V). Both results are in `dtype`, for any device, K, V, T and float dtype; not for
+    autograd, whose graph would hold every chunk. round_operands makes it the yardstick, as in `chunked_backward`.
+    """
+    (batch, length, heads, key_dim), value_dim = q.shape, v.shape[-1]
+    scale, precision = default_scale(scale, key_dim), Precision(dtype, round_operands)
+    o, r = v.new_empty(v.shape, dtype=dtype), q.new_empty((batch, heads, length), dtype=dtype)
+    state = _zero_state(q, value_dim, dtype)
+    for start in range(0, length, chunk):
+        tokens = slice(start, min(start + chunk, length))
+        operands = tuple(precision.chunk(x, tokens) for x in (q, k, v))
+        chunk_o, chunk_r = _output_chunk(operands, state, start, scale, precision)
+        o[:, tokens] = precision.operand(chunk_o).transpose(1, 2)
+        r[..., tokens] = chunk_r.squeeze(-1)
+        _add_keys(state, operands[1], operands[2], precision, scale)
+    return o, r
+
+
 @dataclass
 class _State:
     """What a scan carries from chunk to chunk, added to in place.
@@ -256,6 +279,23 @@ def _forward_chunk(
     return dq, r, h
 
 
+def _output_chunk(
+    operands: tuple[Tensor, ...], state: _State, count: int, scale: float, precision: Precision
+) -> tuple[Tensor, Tensor]:
+    """o (B, H, C, V) and r (B, H, C, 1) of one chunk, given the state of the `count` keys before it, with phi(scale k).
+
+    o is divided by the sum of the rounded A: a mean of v to within fp32, whose error is then smaller, none at T = 1.
+    """
+    q, k, v = operands
+    _, a = causal_taylor(q, k, scale)
+    rounded = precision.operand(a)
+    norm_adjoint = state.total + scale * (q @ precision.two_term_operand(state.gram))
+    behind = taylor_value(count, state.total, norm_adjoint, q, scale) + EPSILON
+    token_features = precision.operand(packed_features(q)) * token_weights(q.shape[-1], q)
+    weighted = rounded @ v + token_features @ precision.operand(state.features)
+    return weighted / (rounded.sum(-1, keepdim=True) + behind), 1 / (a.sum(-1, keepdim=True) + behind)
+
+
 def _reverse_chunk(
     operands: tuple[Tensor, ...], rows: tuple[Tensor, Tensor], state: _State, scale: float, precision: Precision
 ) -> tuple[Tensor, Tensor]:
@@ -272,9 +312,10 @@ def _reverse_chunk(
     return scale * (ds.mT @ q) + w_adjoint + scale * norm_adjoint, dv
 
 
-def _add_keys(state: _State, k: Tensor, v: Tensor, precision: Precision) -> None:
-    """S += phi(k)^T v, and the sums of k and k k^T."""
-    state.features += precision.operand(packed_features(k)).mT @ v
+def _add_keys(state: _State, k: Tensor, v: Tensor, precision: Precision, scale: float = 1.0) -> None:
+    """S += phi(scale k)^T v, and the sums of k and k k^T."""
+    powers = scale ** feature_degrees(k.shape[-1], k)
+    state.features += precision.operand(packed_features(k) * powers).mT @ v
     state.total += k.sum(-2, keepdim=True)
     state.gram += k.mT @ k
 
