@@ -78,11 +78,11 @@ class ScanConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes a CTA takes (the kernel asserts that its storage struct has this size): the stages, the state's bf16 copy
-        twice, the feature tiles, the normaliser (three bf16 tiles) twice and its tile of ones, the barriers, and in
+        twice, the feature tiles, the normaliser (four bf16 tiles) twice and its tile of ones, the barriers, and in
         the output pass a tile of o for each token warpgroup."""
         state = 2 * 2 * self.value_dim * self.features
         features = 2 * self.feature_tiles * self.chunk * self.features
-        normaliser = 2 * 3 * 2 * self.padded_key_dim**2 + 2 * self.chunk * self.padded_key_dim
+        normaliser = 2 * 4 * 2 * self.padded_key_dim**2 + 2 * self.chunk * self.padded_key_dim
         barriers = 2 * 8 * self.stages
         outputs = 2 * 2 * self.chunk * self.value_dim if self.scan == "output" else 0
         total = self.stages * self.tile_bytes + state + features + normaliser + barriers + outputs

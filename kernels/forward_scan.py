@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.ptx import pack2, pick, stg32, stg64, unpack
-from .blocks.state import NormaliserProducts
+from .blocks.state import NormaliserProducts, dot_value
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import (
     ExactProducts,
@@ -97,7 +97,7 @@ class ForwardScan(Scan):
         warpgroup.fence()
         g.scores.issue(s, k_steps(g.scores.a, stage), k_steps(g.scores.b, stage), commit=False)
         g.values.issue(dov, k_steps(g.values.a, stage), k_steps(g.values.b, stage))
-        inter = self.issue_inter(g, at, stage) if c.early_inter else None
+        inter = self.issue_inter(g, stage) if c.early_inter else None
         warpgroup.wait_group(1 if c.early_inter else 0)
         den, nd = self.row_sums(g, at, s, dov)
         mean = [n * cute.arch.rcp_approx(d) for n, d in zip(nd, den, strict=True)]
@@ -109,26 +109,21 @@ class ForwardScan(Scan):
         g.rows.issue(x, k_steps(centred), keys, commit=False)
         g.rows.issue(t, k_steps(ones), keys)
         if not c.early_inter:
-            inter = self.issue_inter(g, at, stage)
+            warpgroup.wait_group(0)
+            inter = self.issue_inter(g, stage)
         warpgroup.wait_group(0)
         return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, **inter)
 
-    def issue_inter(self, g, at, stage):
-        """(6) and what den takes from it, then issue (5): the products with the state before the chunk, once it is there.
-
-        (6) is finished first: its two accumulators beside Y's do not fit (ptxas then serialises every WGMMA).
-        """
+    def issue_inter(self, g, stage):
+        """Issue (5), (6) and q . sum k, the products with the state before the chunk, once it is there."""
         sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+        y, z, dot = g.inter.accumulator(), g.normaliser.matrix.accumulator(), g.normaliser.dot.accumulator()
         warpgroup.fence()
-        z, sums = g.normaliser.issue(stage, g.parity)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        behind = self.normaliser_sums(g, at, stage, z, sums)
-        total = [matrix + x for matrix, x in ((z[i], sums[i]) for i in range(cute.size(z)))]
-        y = g.inter.accumulator()
-        warpgroup.fence()
+        g.normaliser.issue_matrix(z, stage, g.parity)
+        g.normaliser.issue_sums(z, g.parity)
+        g.normaliser.issue_dot(dot, stage, g.parity)
         g.inter.issue(y, k_steps(g.inter.a, stage), k_steps(g.inter.b, g.parity))
-        return {"y": y, "z": total, "behind": behind}
+        return {"y": y, "z": z, "dot": dot}
 
     def row_sums(self, g, at, s, dov):
         """den and nd of the chunk itself, complete in every lane of the quad. Leaves t / sqrt 2 in s and dov t / sqrt 2 in
@@ -173,16 +168,18 @@ class ForwardScan(Scan):
         own = own_entries(c.key_dim)
         grad = adjoint(work.y, half, q, g.quad_lane, g.lane, c.key_dim)
         linear = linear_entries(work.y, half, c.key_dim)
-        nd = constant_entry(work.y, half, g.quad_lane, c.key_dim)
+        columns = own_columns(half, c.key_dim)
+        nd, den = constant_entry(work.y, half, g.quad_lane, c.key_dim), dot_value(work.dot, half)
         for i, e in enumerate(own):
             nd = fma(q[e] * scale, fma(grad[i], 0.5 * scale, linear[i]), nd)
-        den = work.den[half] + quad_sum(work.behind[half]) + (Float32(chunk * c.chunk) + DENOMINATOR_EPSILON)
+            den = fma(q[e], work.z[columns[i]], den)
+        den = work.den[half] + quad_sum(den) * (0.5 * scale) + (Float32(chunk * c.chunk) + DENOMINATOR_EPSILON)
         nd = work.nd[half] + quad_sum(nd)
         r = cute.arch.rcp_approx(den)
         h = -nd * r * r
         own_weight = fma(r, work.mean[half], h) * ROOT_TWO
         dq = []
-        for i, j in enumerate(own_columns(half, c.key_dim)):
+        for i, j in enumerate(columns):
             bracket = fma(work.x[j], ROOT_TWO, fma(grad[i], scale, linear[i]))
             value = r * bracket + h * work.z[j] + own_weight * work.t[j]
             dq.append(value * scale)

@@ -113,7 +113,7 @@ class OutputScan(Scan):
         sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
         g.normaliser.issue_matrix(z, stage, g.parity)
         for _ in range(2):  # twice the sums, in the registers of one accumulator: two would serialise the products
-            g.normaliser.issue_sums(z, g.parity, accumulate=True)
+            g.normaliser.issue_sums(z, g.parity)
         add_inter(g.inter, acc, self.own_rows(g, stage), g.quad_lane, c.key_dim, g.parity)
         warpgroup.wait_group(0)
         return SimpleNamespace(acc=acc, den=den, rounded=rounded, z=z)

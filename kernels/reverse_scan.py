@@ -149,7 +149,7 @@ class ReverseScan(Scan):
 
         warpgroup.fence()
         g.normaliser.issue_matrix(dk, stage, g.parity, accumulate=True)
-        g.normaliser.issue_sums(dk, g.parity, accumulate=True)
+        g.normaliser.issue_sums(dk, g.parity)
         add_inter(g.inter, dv, self.own_rows(g, stage), g.quad_lane, c.key_dim, g.parity)
         warpgroup.wait_group(0)
         packed = [pack2(dv[2 * i], dv[2 * i + 1]) for i in range(c.value_dim // 4)]

@@ -28,9 +28,9 @@ from cutlass.memory import SmemAllocator
 from .blocks import sync
 from .blocks.gemm import Product, k_steps
 from .blocks.ptx import recompute
-from .blocks.state import Normaliser, gram_operand, normaliser_sum, publish_state, write_ones
+from .blocks.state import Normaliser, gram_operand, publish_state, write_ones
 from .blocks.sync import WARPGROUP, Barrier
-from .blocks.taylor import load_own, load_rotated, write_features
+from .blocks.taylor import load_rotated, write_features
 from .blocks.tiles import (
     SwizzledTile,
     TmaTensor,
@@ -186,6 +186,8 @@ class Scan:
             block.fill(0.0)
         g.gram.fill(0.0)
         write_ones(SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim), thread, c.chunk)
+        g.normaliser.clear(thread)
+        sync.wait(Barrier.STATE, 0, WARPGROUP)
         self.publish(g, at, Int32(0))
         ahead = c.feature_tiles == 2
         stage = sync.consumer_state(c.stages)
@@ -300,21 +302,11 @@ class Scan:
             results = self.token_adjoint(g, at, chunk, work, rows)
             self.write_rows(outputs, g, at, chunk, results)
 
-    def own_tile(self, g, stage):
-        """The token side's row tile (q, in the reverse scan k) in `stage`."""
-        c = self.config
-        return g.own.at(stage * (2 * c.chunk * c.padded_key_dim))
-
     def own_rows(self, g, stage):
-        """The rotated rows of this thread's two tokens."""
-        tile, key_dim = self.own_tile(g, stage), self.config.key_dim
-        return [load_rotated(tile, g.row + 8 * half, g.quad_lane, key_dim) for half in range(2)]
-
-    def normaliser_sums(self, g, at, stage, matrix, sums):
-        """This lane's part of psi(q) . z for its two tokens."""
-        tile, key_dim = self.own_tile(g, stage), self.config.key_dim
-        rows = [load_own(tile, g.row + 8 * half, g.quad_lane, key_dim) for half in range(2)]
-        return [normaliser_sum(matrix, sums, x, at.scale, half, key_dim) for half, x in enumerate(rows)]
+        """The rotated rows (q, in the reverse scan k) of this thread's two tokens."""
+        c = self.config
+        tile = g.own.at(stage * (2 * c.chunk * c.padded_key_dim))
+        return [load_rotated(tile, g.row + 8 * half, g.quad_lane, c.key_dim) for half in range(2)]
 
     def placed(self, parts, thread):
         """The parts with this thread's place in a 64-row tile: its lane, its lane in the quad, its first row."""

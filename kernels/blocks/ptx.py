@@ -127,6 +127,12 @@ def lds128(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def sts32(address, word, *, loc=None, ip=None):
+    """One word."""
+    _asm(None, _words((address, word), loc, ip), "st.shared.b32 [$0], $1;", "r,r", loc, ip, memory=True)
+
+
+@dsl_user_op
 def sts128(address, a, b, c, d, *, loc=None, ip=None):
     """Four words, 16-byte aligned."""
     operands = _words((address, a, b, c, d), loc, ip)

@@ -7,8 +7,6 @@ Warps 2 and 3 repeat warp 0.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32
-from cutlass.cute.math import fma
 
 from .gemm import Product, k_steps, register_operand
 from .ptx import (
@@ -21,10 +19,10 @@ from .ptx import (
     pack2,
     pick_word,
     stmatrix4,
+    sts32,
     sts128,
     unpack2,
 )
-from .taylor import own_columns
 from .tiles import SwizzledTile
 
 
@@ -62,19 +60,28 @@ def gram_operand(tile: SwizzledTile, thread, tokens: int, statistics=None):
 
 
 class Normaliser:
-    """The normaliser in shared memory, for each of two buffers: three (16, 16) bf16 tiles, G in two terms, high and low,
-    and the sums in three, which are the first entries of row n of the third tile.
+    """The normaliser in shared memory: for each of two buffers four (16, 16) bf16 tiles.
 
-    Written as tiles, both reach the tokens by products: x high + x low, and a tile of ones against the third.
+    HIGH, LOW   G in two terms
+    COLUMNS     sum n in three terms, the first entries of row n: tokens get the sums by a product with a tile of ones
+    ROWS        the sums in three terms, rows 0 to 2, the others zero: tokens get x . sums by a product with their x
+
+    Everything reaches the tokens through products, as the state does; nothing is read back by ordinary loads.
     """
 
+    HIGH, LOW, COLUMNS, ROWS = range(4)
+    TILES = 4
     TILE = 2 * 16 * 16
-    TILES = 3
 
     def __init__(self, gram, rows):
         """gram: (16, 16, TILES * buffers) shared tiles; rows: x tiles (chunk, 16, stage)."""
         self.base = gram.iterator.toint()
         self.update = Product(16, b=rows, b_transposed=True)
+
+    def clear(self, thread):
+        """Zeros everywhere, by 128 threads; a barrier among them must follow."""
+        for i in range(2 * self.TILES * self.TILE // (16 * 128)):
+            sts128(self.base + (thread + 128 * i) * 16, 0, 0, 0, 0)
 
     @cute.jit
     def publish(self, acc, factor, buf, thread):
@@ -84,73 +91,68 @@ class Normaliser:
         if (thread >= 32) & (thread < 36):
             self.write_sums(acc, buf, thread % 32)
 
-    def tile(self, number):
-        return SwizzledTile(self.base + number * self.TILE, 16, 16)
+    def tile(self, kind, buf):
+        return SwizzledTile(self.base + (kind + self.TILES * buf) * self.TILE, 16, 16)
 
     def write_matrix(self, acc, factor, buf, lane):
-        pairs = [split2(acc[2 * i] * factor, acc[2 * i + 1] * factor) for i in range(4)]
-        for term, words in enumerate(zip(*pairs, strict=True)):
-            stmatrix4(self.tile(term + self.TILES * buf).chunk(lane % 16, lane // 16), *words)
+        pairs = [terms(acc[2 * i] * factor, acc[2 * i + 1] * factor, 2) for i in range(4)]
+        for kind, words in zip((self.HIGH, self.LOW), zip(*pairs, strict=True), strict=True):
+            stmatrix4(self.tile(kind, buf).chunk(lane % 16, lane // 16), *words)
 
     def write_sums(self, acc, buf, lane):
         """Lane l of the quad holds sums 2l, 2l + 1 and the same of the second eight."""
-        tile = self.tile(2 + self.TILES * buf)
-        for i in range(4):
-            row = 8 * (i // 2) + 2 * lane + i % 2
-            sts128(tile.chunk(row, 0), *three_terms(acc[4 * (i // 2) + i % 2]), 0, 0)
-            sts128(tile.chunk(row, 1), 0, 0, 0, 0)
+        columns, rows = self.tile(self.COLUMNS, buf), self.tile(self.ROWS, buf)
+        for eight in range(2):
+            words = terms(acc[4 * eight], acc[4 * eight + 1], 3)
+            for term, word in enumerate(words):
+                sts32(rows.chunk(term, eight) + 4 * lane, word)
+            for values, n in zip(zip(*(unpack2(word) for word in words), strict=True), (0, 1), strict=True):
+                row = 8 * eight + 2 * lane + n
+                sts128(columns.chunk(row, 0), pack2(values[0], values[1]), pack2(values[2], 0.0), 0, 0)
 
 
-def split2(a, b):
-    """(high, low): two fp32 values as packed bf16 pairs, each value the sum of its two terms to 2^-17."""
-    high = pack2(a, b)
-    kept = unpack2(high)
-    return high, pack2(a - kept[0], b - kept[1])
-
-
-def three_terms(value):
-    """An fp32 value as three bf16 terms in two words; the fourth half is 0."""
-    first = unpack2(pack2(value, 0.0))[0]
-    second = unpack2(pack2(value - first, 0.0))[0]
-    return pack2(first, second), pack2(value - first - second, 0.0)
+def terms(a, b, count: int) -> list:
+    """Two fp32 values as sums of `count` bf16 terms, each term a packed pair: exact to 2^-9 to the power of count."""
+    words = []
+    for _ in range(count):
+        words.append(pack2(a, b))
+        kept = unpack2(words[-1])
+        a, b = a - kept[0], b - kept[1]
+    return words
 
 
 def write_ones(tile: SwizzledTile, thread, rows: int):
-    """The (rows, 16) tile whose columns 0, 1, 2 are ones and the others zero, by 128 threads."""
+    """The (rows, 16) tile whose columns 0, 1, 2 are ones and the others zero, by 2 * rows threads."""
     row, chunk = thread % rows, thread // rows
     first = [pick_word(chunk == 0, word, 0) for word in (ONES, ONE_ZERO)]
     sts128(tile.chunk(row, chunk), *first, 0, 0)
 
 
 class NormaliserProducts:
-    """What a token warpgroup takes from the normaliser: x G and the sums, 64 x 16 accumulators each."""
+    """What a token warpgroup takes from the normaliser, as products that leave their group open for more."""
 
     def __init__(self, rows, ones, gram):
-        self.matrix, self.sums = Product(16, rows, gram), Product(16, ones, gram)
-
-    def issue(self, stage, buf):
-        """Issue x G and the sums into accumulators of their own, returned; the group is left open."""
-        matrix, sums = self.matrix.accumulator(), self.sums.accumulator()
-        self.issue_matrix(matrix, stage, buf)
-        self.issue_sums(sums, buf)
-        return matrix, sums
+        self.matrix, self.ones = Product(16, rows, gram), Product(16, ones, gram)
+        self.dot = Product(8, rows, cute.local_tile(gram, (8, 16), (0, 0, None)))
 
     def issue_matrix(self, acc, stage, buf, *, accumulate: bool = False):
-        """acc (+)= x G; the group is left open for more."""
+        """acc (64 x 16) (+)= x G."""
         rows = k_steps(self.matrix.a, stage)
-        for term in range(2):
-            matrix = k_steps(self.matrix.b, term + Normaliser.TILES * buf)
-            self.matrix.issue(acc, rows, matrix, accumulate=accumulate or term > 0, commit=False)
+        for kind in (Normaliser.HIGH, Normaliser.LOW):
+            matrix = k_steps(self.matrix.b, kind + Normaliser.TILES * buf)
+            self.matrix.issue(acc, rows, matrix, accumulate=accumulate or kind > 0, commit=False)
 
-    def issue_sums(self, acc, buf, *, accumulate: bool = False):
-        """acc (+)= the sums, in every row; the group is left open for more."""
-        tile = k_steps(self.sums.b, 2 + Normaliser.TILES * buf)
-        self.sums.issue(acc, k_steps(self.sums.a), tile, accumulate=accumulate, commit=False)
+    def issue_sums(self, acc, buf):
+        """acc (64 x 16) += the sums, in every row."""
+        tile = k_steps(self.ones.b, Normaliser.COLUMNS + Normaliser.TILES * buf)
+        self.ones.issue(acc, k_steps(self.ones.a), tile, accumulate=True, commit=False)
+
+    def issue_dot(self, acc, stage, buf):
+        """acc (64 x 8) = x . sums, in three terms that stand in columns 0 to 2; the others are zero."""
+        tile = k_steps(self.dot.b, Normaliser.ROWS + Normaliser.TILES * buf)
+        self.dot.issue(acc, k_steps(self.dot.a, stage), tile, commit=False)
 
 
-def normaliser_sum(matrix, sums, x: list, scale, half: int, key_dim: int):
-    """scale x . (sums + (x G) / 2) over the own entries of row `half`: this lane's part of psi(x) . z less the count."""
-    total = Float32(0.0)
-    for value, column in zip(x, own_columns(half, key_dim), strict=True):
-        total = fma(value * scale, fma(matrix[column], 0.5, sums[column]), total)
-    return total
+def dot_value(acc, half: int):
+    """This lane's part of x . sums for row `half` of the accumulator of `issue_dot`; the quad's sum is the value."""
+    return acc[2 * half] + acc[2 * half + 1]

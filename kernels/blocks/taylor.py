@@ -51,20 +51,11 @@ def own_entries(key_dim: int) -> list[int]:
     return [first + c for first in range(0, key_dim, SLOT) for c in (0, 1)]
 
 
-def _rotated_words(tile, row, quad_lane, key_dim: int, pairs) -> list:
-    words, quad_lane = key_dim // 2, recompute(quad_lane)
-    base, flip = tile.base + row * tile.width, tile.phase(row) << 2
-    return [lds32(base + ((((quad_lane + j) & (words - 1)) ^ flip) << 2)) for j in pairs]
-
-
 def load_rotated(tile, row, quad_lane, key_dim: int) -> PackedRow:
     """Row `row` of a (tokens, 16) tile, rotated by 2 * quad_lane entries."""
-    return PackedRow(_rotated_words(tile, row, quad_lane, key_dim, range(key_dim // 2)))
-
-
-def load_own(tile, row, quad_lane, key_dim: int) -> list:
-    """The own entries of row `row` of a (tokens, 16) tile, as fp32."""
-    return unpack(_rotated_words(tile, row, quad_lane, key_dim, range(0, key_dim // 2, SLOT // 2)))
+    words, quad_lane = key_dim // 2, recompute(quad_lane)
+    base, flip = tile.base + row * tile.width, tile.phase(row) << 2
+    return PackedRow([lds32(base + ((((quad_lane + j) & (words - 1)) ^ flip) << 2)) for j in range(words)])
 
 
 def own_columns(half: int, key_dim: int) -> list[int]:
