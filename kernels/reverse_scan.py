@@ -35,14 +35,14 @@ from .blocks.taylor import (
     own_columns,
     row_statistics,
 )
-from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, tma_store
+from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, statistics_layout, tma_load_statistics, tma_store
 from .scan import Scan
 
 
 class Outputs(NamedTuple):
     """statistics (B, H, T padded to chunks, 2) fp32 in; dk (B, T, H, K) and dv (B, T, H, V) bf16 out."""
 
-    statistics: cute.Tensor
+    statistics: TmaTensor
     dk: cute.Tensor
     dv: TmaTensor
 
@@ -65,7 +65,9 @@ class ReverseScan(Scan):
         stream,
     ):
         loads = self.loads(q=q, k=k, v=v, do=do)
-        outputs = Outputs(statistics, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
+        c = self.config
+        row_terms = tma_load_statistics(statistics, statistics_layout(c.chunk, c.stages), c.chunk)
+        outputs = Outputs(row_terms, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
         batch, tokens, heads, _ = q.shape
         self.kernel(loads, outputs, scale, tokens, heads).launch(
             grid=[batch * heads, 1, 1],

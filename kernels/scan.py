@@ -34,11 +34,11 @@ from .blocks.taylor import load_rotated, write_features
 from .blocks.tiles import (
     SwizzledTile,
     TmaTensor,
-    bulk_copy_atom,
-    bulk_rows,
     smem_layout,
+    statistics_layout,
     tma_load,
     tma_partition,
+    tma_partition_statistics,
 )
 from .config import ScanConfig
 
@@ -74,7 +74,7 @@ class Scan:
             for name, layout in self.tiles().items()
         }
         if self.backward:
-            fields["statistics"] = cute.struct.MemRange[Float32, 2 * c.chunk * c.stages]
+            fields["statistics"] = cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk * c.stages], 128]
         fields["barriers"] = cute.struct.MemRange[Int64, 2 * c.stages]
         storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
         size = storage.size_in_bytes()
@@ -100,7 +100,7 @@ class Scan:
             for name, layout in self.tiles().items()
         }
         if self.backward:
-            smem["statistics"] = storage.statistics.get_tensor(cute.make_layout((2 * c.chunk, c.stages)))
+            smem["statistics"] = storage.statistics.get_tensor(statistics_layout(c.chunk, c.stages))
         return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr())
 
     @cute.jit
@@ -148,7 +148,8 @@ class Scan:
             for source, name in zip(loads, self.inputs)
         ]
         if cutlass.const_expr(self.backward):
-            statistics = bulk_rows(outputs.statistics, at.head, at.batch, 2, c.chunk)
+            rows = outputs.statistics
+            sides.append((rows.atom, *tma_partition_statistics(rows, smem.statistics, c.chunk, at.head, at.batch)))
             cute.arch.griddepcontrol_wait()  # r and h: the forward scan may still be running
         else:
             cute.arch.griddepcontrol_launch_dependents()
@@ -159,14 +160,6 @@ class Scan:
             barrier = pipe.producer_get_barrier(stage)
             for atom, shared, source in sides:
                 cute.copy(atom, source[None, chunk], shared[None, stage.index], tma_bar_ptr=barrier)
-            if cutlass.const_expr(self.backward):
-                with cute.arch.elect_one():
-                    cute.copy(
-                        bulk_copy_atom(),
-                        statistics[None, chunk],
-                        smem.statistics[None, stage.index],
-                        mbar_ptr=barrier,
-                    )
             stage.advance()
 
     @cute.jit

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32
+from cutlass import BFloat16
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -26,6 +26,11 @@ def smem_layout(shape, buffers: int | None = None):
     atom = warpgroup.make_smem_layout_atom(kind, BFloat16)
     full, order = (shape, (0, 1)) if buffers is None else ((*shape, buffers), (0, 1, 2))
     return cute.tile_to_shape(atom, full, order=order)
+
+
+def statistics_layout(chunk: int, stages: int):
+    """(r, h) pairs of a chunk, fp32, for each stage."""
+    return cute.make_layout((2 * chunk, stages))
 
 
 def transposed(tensor):
@@ -89,12 +94,15 @@ def tma_partition(source: TmaTensor, smem, tile, head, batch):
     )
 
 
-def bulk_rows(tensor, head, batch, row_values: int, chunk: int):
-    """(B, H, T, row_values) fp32, contiguous: the values of one head cut into chunks, for the 1-D bulk copy."""
-    rows = tensor[batch, head, None, None]
-    flat = cute.make_tensor(rows.iterator, cute.make_layout(cute.size(rows)))
-    return cute.local_tile(flat, (row_values * chunk,), (None,))
+def tma_load_statistics(tensor, layout, chunk: int) -> TmaTensor:
+    """(r, h) of (B, H, T, 2) fp32, contiguous, to shared rows of 2 * chunk values."""
+    batch, heads, tokens, values = tensor.shape
+    flat = cute.make_layout((tokens * values, heads, batch), stride=(1, tensor.stride[1], tensor.stride[0]))
+    op, rows = cpasync.CopyBulkTensorTileG2SOp(), cute.make_tensor(tensor.iterator, flat)
+    return TmaTensor(*cpasync.make_tiled_tma_atom(op, rows, cute.select(layout, mode=[0]), (2 * chunk,)))
 
 
-def bulk_copy_atom():
-    return cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+def tma_partition_statistics(source: TmaTensor, smem, chunk: int, head, batch):
+    """(shared [.., stage], global [.., token chunk]) sides of the copies of one head's (r, h)."""
+    g = cute.local_tile(source.tensor[None, head, batch], (2 * chunk,), (None,))
+    return cpasync.tma_partition(source.atom, 0, cute.make_layout(1), smem, g)

@@ -3,7 +3,8 @@ card sets in the same run.
 
 One method for our own calls, for the baselines and for the card's own rates:
 
-* CUDA events around every call and no synchronisation in between; the median and the minimum of 30 calls after warm-up.
+* CUDA events around every call and no synchronisation in between; the median and the minimum of 30 calls after half a
+  second's rest and warm-up.
 * L2-cold inputs. Calls rotate through input sets, at least two and together more than three times the L2, so that
   nothing of a set is left in the cache when its turn comes again. Flushing the cache between calls would do too, but it
   leaves dirty lines whose write-back then falls into the timed call.
@@ -31,6 +32,7 @@ from .launcher import based_attention, based_backward
 CHUNK = 64  # the chunk that both the canonical FLOPs and the floor's chunk-quadratic products are counted with
 CALLS = 30
 WARM_UP = 3
+REST = 0.5  # seconds before a burst: the card throttles on power, and a check or a sustained run has just loaded it
 HOST_CALLS = 200  # three launches each at most: below the depth of the launch queue, so the host never waits for the card
 L2_MULTIPLE = 3
 COPY_BYTES = 4 << 30
@@ -202,6 +204,8 @@ class Bench:
         """Time one op of a shape whose check, `result`, is green."""
         call, arguments = own_call(op, self.backend)
         inputs = [inputs[:arguments] for inputs in rotated_inputs(shape, self.device, self.seed)]
+        torch.cuda.synchronize()
+        time.sleep(REST)
         times = time_calls(call, inputs)
         burst = statistics.median(times)
         measured = {
@@ -214,7 +218,7 @@ class Bench:
             "copy_tb_s": 1e-12 * self.card.copy_rate,
             "matmul_tflops": 1e-12 * self.card.matmul_rate,
         }
-        if self.sustained:
+        if self.sustained and op == "backward":
             measured["sustained_ms"] = sustained_ms(call, inputs, self.sustained, burst)
         return self.record(shape, op, **measured)
 

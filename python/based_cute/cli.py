@@ -211,7 +211,7 @@ def check_record(result: accuracy.CheckResult, device: torch.device) -> bench.Re
 @click.option("--op", "ops", type=click.Choice([*bench.OPS, "all"]), default="all", show_default=True, help="What to time.")
 @backend_option
 @seed_option
-@click.option("--sustained", default=0.0, metavar="SECONDS", help="Also time a run without a pause, as long as this.")
+@click.option("--sustained", default=0.0, metavar="SECONDS", help="Also time the backward without a pause, as long as this.")
 @click.option("--baselines", is_flag=True, help="Also time other systems.")
 @click.option("--from-json", type=click.Path(exists=True, dir_okay=False), help="Measure nothing; show this file.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the tables as README.md has them.")

@@ -216,7 +216,7 @@ def _autocast(caller: str, **named: Tensor) -> tuple[Tensor, ...]:
     """The tensors as autocast wants them on q's device: fp64 stays, as in torch's own rules. Custom operators have none."""
     _check_types(caller, named)
     kind = named["q"].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tuple(named.values())
     dtype = torch.get_autocast_dtype(kind)
     eligible = (x.is_floating_point() and x.dtype != torch.float64 for x in named.values())
