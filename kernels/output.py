@@ -139,8 +139,8 @@ class OutputScan(Scan):
         """o as packed bf16 words in accumulator order, and r of both rows."""
         count = Float32(chunk * self.config.chunk) + DENOMINATOR_EPSILON
         inter = [quad_sum(self.behind(at, work.z, half, unpack(rows[half].words))) + count for half in range(2)]
-        r = [cute.arch.rcp_approx(own + behind) for own, behind in zip(work.den, inter)]
-        factor = [cute.arch.rcp_approx(own + behind) for own, behind in zip(work.rounded, inter)]
+        r = [cute.arch.rcp_approx(own + behind) for own, behind in zip(work.den, inter, strict=True)]
+        factor = [cute.arch.rcp_approx(own + behind) for own, behind in zip(work.rounded, inter, strict=True)]
         acc = work.acc
         packed = [pack2(acc[2 * i] * factor[i % 2], acc[2 * i + 1] * factor[i % 2]) for i in range(cute.size(acc) // 2)]
         return packed, r
@@ -148,7 +148,7 @@ class OutputScan(Scan):
     def behind(self, at, z, half, q):
         """This lane's part of psi(scale q) . z less the count, from 2 sum k + scale G q."""
         key_dim, total = self.config.key_dim, Float32(0.0)
-        for entry, column in zip(own_entries(key_dim), own_columns(half, key_dim)):
+        for entry, column in zip(own_entries(key_dim), own_columns(half, key_dim), strict=True):
             total = fma(q[entry] * (0.5 * at.scale), z[column], total)
         return total
 

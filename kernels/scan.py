@@ -1,4 +1,4 @@
-"""The body that both scans share: storage, TMA loads, warp roles, and the warpgroup that carries the state.
+"""The body that all scans share: storage, TMA loads, warp roles, and the warpgroup that carries the state.
 
 One CTA scans one (batch, head), chunk by chunk. 16 warps:
 
@@ -145,7 +145,7 @@ class Scan:
         c = self.config
         sides = [
             (source.atom, *tma_partition(source, getattr(smem, name), self.tile_shape(name), at.head, at.batch))
-            for source, name in zip(loads, self.inputs)
+            for source, name in zip(loads, self.inputs, strict=True)
         ]
         if cutlass.const_expr(self.backward):
             rows = outputs.statistics
@@ -191,6 +191,7 @@ class Scan:
             tile = step % 2 if cutlass.const_expr(ahead) else 0
             if cutlass.const_expr(not ahead):
                 pipe.consumer_wait(stage)
+                sync.wait(Barrier.STATE, 0, WARPGROUP)  # every warp is done with the product that reads the only tile
                 self.build_features(g, at, stage.index, tile)
             self.issue_update(g, stage.index, tile)
             if cutlass.const_expr(ahead):
@@ -242,7 +243,7 @@ class Scan:
     def issue_update(self, g, stage, tile):
         """S^T += x^T phi and G += y^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
 
-        Passing the barrier also says that every warp has finished the product before this one: its tile can be rewritten.
+        Passing the barrier also says that every warp has finished the product before this one: the other tile is free.
         """
         c, gram = self.config, g.normaliser.update
         rows, statistics = self.chunk_rows(g, stage)
