@@ -357,5 +357,6 @@ def test_bench_on_the_card():
     *timed, _, _, host = json.loads(result.stdout)
     assert [record["op"] for record in timed] == list(bench.OPS)
     for record in timed:
-        assert record["backend"] == "cute" and record["ms"] > record["floor_ms"] > 0 and record["sustained_ms"] > 0
+        assert record["backend"] == "cute" and record["ms"] > record["floor_ms"] > 0
+    assert timed[bench.OPS.index("backward")]["sustained_ms"] > 0
     assert host["us"] > 0
