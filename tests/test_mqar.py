@@ -27,7 +27,7 @@ def load_example():
 mqar = load_example()
 
 TINY = mqar.Config(
-    length=24, pairs=4, vocab=24, hidden=16, heads=2, feature_dim=4, window=5,
+    length=24, pairs=4, sizes=2, vocab=24, hidden=16, heads=2, feature_dim=4, window=5,
     batch=8, steps=8, lr=1e-2, precision="fp32", eval_every=4,
 )  # fmt: skip
 TINY_OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(TINY).items()]
@@ -76,6 +76,7 @@ def test_short_distances_are_likelier():
     "change, message",
     [
         ({"length": 15}, "got length=15, need at least 4 \\* pairs = 16"),
+        ({"length": 21}, "got length=21 and pairs=4, need multiples of 2 \\*\\* \\(sizes - 1\\) = 2"),
         ({"vocab": 9}, "got vocab=9, need at least 2 \\* \\(pairs \\+ 1\\) = 10"),
         ({"heads": 3}, "got hidden=16, need a multiple of heads=3"),
         ({"batch": 0}, "got batch=0, need a positive number"),
@@ -84,6 +85,13 @@ def test_short_distances_are_likelier():
 def test_config_says_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(TINY, **change)
+
+
+def test_sizes_share_their_tokens_and_queries():
+    config = dataclasses.replace(TINY, sizes=3)
+    batches = [mqar.make_batch(config.halved(times), generator()) for times in range(3)]
+    assert [tuple(batch.tokens.shape) for batch in batches] == [(8, 24), (16, 12), (32, 6)]
+    assert [tuple(batch.answers.shape) for batch in batches] == [(8, 4), (16, 2), (32, 1)]
 
 
 def test_smallest_vocabulary_works():
@@ -140,8 +148,22 @@ def test_a_resumed_run_equals_an_unbroken_one_bitwise(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
+def test_training_cycles_through_the_sizes(monkeypatch):
+    lengths, update = [], mqar.Trainer.update
+    monkeypatch.setattr(
+        mqar.Trainer, "update", lambda trainer, batch: (lengths.append(batch.tokens.shape[1]), update(trainer, batch))
+    )
+    trained(4)
+    assert lengths == [24, 12, 24, 12]
+
+
+def test_plotted_losses_are_means_of_whole_cycles():
+    steps, losses = mqar.cycle_means([4.0, 2.0, 3.0, 1.0, 9.0], 2)
+    assert list(steps) == [2, 4] and losses == [3.0, 2.0]
+
+
 def test_training_lowers_the_loss():
-    config = dataclasses.replace(TINY, batch=32, steps=60, eval_every=60)
+    config = dataclasses.replace(TINY, batch=32, sizes=1, steps=60, eval_every=60)
     trainer = mqar.Trainer(config, mqar.based_mixer)
     trained(config.steps, trainer)
     assert trainer.evaluations[-1]["loss"] < trainer.losses[0] - 0.5
@@ -209,9 +231,9 @@ def test_ctrl_c_without_a_checkpoint_says_how_to_keep_one(monkeypatch):
 
 def test_a_checkpoint_of_another_config_is_refused(tmp_path):
     assert run("--checkpoint", tmp_path / "run.pt").exit_code == 0
-    refused = run("--checkpoint", tmp_path / "run.pt", "--resume", "--lr=0.5", "--pairs=5")
+    refused = run("--checkpoint", tmp_path / "run.pt", "--resume", "--lr=0.5", "--pairs=6")
     assert refused.exit_code == 1
-    assert "got pairs=4 (need 5), lr=0.01 (need 0.5); resume with the options" in " ".join(refused.output.split())
+    assert "got pairs=4 (need 6), lr=0.01 (need 0.5); resume with the options" in " ".join(refused.output.split())
 
 
 @pytest.mark.parametrize("options", [["--resume"], ["--resume", "--checkpoint", "missing.pt"]], ids=str)
