@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import checkpoint as ckpt
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from based_cute import accuracy, based_attention, based_backward, launcher, reference
 from based_cute.kernels import config
@@ -192,9 +193,10 @@ def test_backends_that_cannot_run():
 # The launch, with a stand-in for the compiled pass
 
 
-def stand_in(row):
-    """What build.load(row) returns for the output pass, computed by the reference, with the kernel's contract asserted."""
-    assert row.scan == "output"
+def stand_in(scan, key_dim, value_dim):
+    """The row of the output pass and what build.load(row) returns, computed by the reference, with the contract asserted."""
+    assert scan == "output"
+    row = config.find(scan, key_dim, value_dim)
 
     def output(q, k, v, o, r, scale):
         for x in (q, k, v, o, r):
@@ -203,13 +205,13 @@ def stand_in(row):
         for x, y in zip((o, r), reference.chunked_forward(q, k, v, scale, chunk=row.chunk), strict=True):
             x.copy_(y)
 
-    return output
+    return row, output
 
 
 @pytest.mark.parametrize("length", [0, 1, 65, 130])
 @pytest.mark.parametrize("scale", [None, -0.3])
 def test_launch_equals_reference(monkeypatch, poisoned_memory, relayout, length, scale):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(launcher, "_kernel", stand_in)
     views = [relayout(x) for x in inputs_of((2, length, 3, 8, 64))] if length else inputs_of((2, 0, 3, 8, 64))
     assert equal(launcher._run_forward_kernel(*views, scale), FORWARD(*views, scale))
@@ -222,9 +224,9 @@ def test_every_pair_of_the_backward_has_an_output_row():
 
 def test_first_use_inside_a_capture_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(launcher, "_kernels", {})
+    launcher._kernel.cache_clear()
     with pytest.raises(RuntimeError, match=r"first call of output for \(K, V\) = \(8, 64\) inside a CUDA graph capture"):
-        launcher._kernel(config.find("output", 8, 64))
+        launcher._kernel("output", 8, 64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,8 +286,38 @@ def test_the_formula_returns_none_for_the_rest(needed):
     *inputs, do = accuracy.make_inputs(SHAPE, "cpu")
     context = SimpleNamespace(saved_tensors=inputs, scale=None, needs_input_grad=(*needed, False))
     with torch.no_grad():
-        gradients = launcher._differentiate(context, do, None), launcher._TorchPath.backward(context, do)
+        gradients = launcher._Attention.backward(context, do, None), launcher._TorchPath.backward(context, do)
     assert all([x is not None for x in found] == [*needed, False] for found in gradients)
+
+
+def test_no_gradient_of_the_output_gives_none():
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, _):
+            return None
+
+    leaves = leaves_of(*inputs_of())
+    loss = Nothing.apply(based_attention(*leaves)).sum()
+    assert torch.autograd.grad(loss, leaves, allow_unused=True) == (None, None, None)
+
+
+def test_dispatch_modes_see_the_operators_and_nothing_else_of_a_step():
+    """No zeros in place of r's gradient either: a fill is a launch of its own."""
+    leaves, do = leaves_of(*inputs_of()), torch.ones(2, 70, 3, 16, dtype=torch.bfloat16)
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        torch.autograd.grad(based_attention(*leaves), leaves, do)
+    assert [op for op in seen if op != torch.ops.aten.detach.default] == [FORWARD, BACKWARD]
 
 
 def test_no_graph_without_a_leaf():

@@ -293,6 +293,7 @@ def test_empty(shape, backend):
 
 def test_what_the_table_lacks():
     inputs = accuracy.make_inputs((1, 100, 2, 8, 32), "cuda")
+    launcher._kernels_serve.cache_clear()
     launcher._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="takes the torch path"):
         results = step(*inputs, function=based_attention)

@@ -231,6 +231,7 @@ def test_empty(shape, backend):
 )
 def test_what_the_table_lacks(shape, dtype):
     inputs = accuracy.make_inputs(shape, "cuda", dtype=dtype)
+    launcher._kernels_serve.cache_clear()
     launcher._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="takes the torch path"):
         gradients = based_backward(*inputs)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import based_bwd
 import based_cute
@@ -213,11 +214,12 @@ REJECTIONS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("case", REJECTIONS.values(), ids=REJECTIONS.keys())
-def test_rejections(inputs, case):
+def test_rejections(inputs, case, backend):
     spoil, error, message = case
-    with pytest.raises(error, match=message):
-        based_backward(*spoil(*inputs))
+    with pytest.raises(error, match=f"^based_backward: .*{message}"):
+        based_backward(*spoil(*inputs), backend=backend)
 
 
 def test_operator_and_fake_check_as_the_function_does(inputs):
@@ -288,16 +290,38 @@ def test_cute_is_an_error_where_it_cannot_run(inputs):
         based_backward(*inputs, backend="cute")
 
 
-def test_one_warning_per_reason(inputs, monkeypatch):
-    launcher._warn_once.cache_clear()
+@pytest.fixture
+def forget_choices():
+    def forget():
+        launcher._kernels_serve.cache_clear()
+        launcher._warn_once.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+def test_one_warning_per_reason(inputs, monkeypatch, forget_choices):
     for reason in ("first", "second"):
         monkeypatch.setattr(launcher, "which_backend", lambda *args, reason=reason: ("torch", reason))
+        launcher._kernels_serve.cache_clear()
         with pytest.warns(RuntimeWarning, match=f"takes the torch path: {reason}"):
             gradients = launcher._backward_cuda(*inputs)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert equal(gradients, launcher._backward_cuda(*inputs))
-    launcher._warn_once.cache_clear()
+            launcher._kernels_serve.cache_clear()
+            launcher._backward_cuda(*inputs)
+
+
+def test_the_choice_is_made_once_for_each_kind_of_input(monkeypatch, forget_choices):
+    asked = []
+    monkeypatch.setattr(launcher, "which_backend", lambda *kind: asked.append(kind) or ("torch", "the reason"))
+    with pytest.warns(RuntimeWarning, match="the reason"):
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            for length in (1, 5):
+                launcher._backward_cuda(*accuracy.make_inputs((1, length, 1, 8, 4), "cpu", dtype=dtype))
+    assert [kind[3] for kind in asked] == [torch.bfloat16, torch.float16]
 
 
 def test_cpu_tensors_give_no_warning(inputs):
@@ -310,8 +334,9 @@ def test_cpu_tensors_give_no_warning(inputs):
 # The launch, with stand-ins for the compiled scans
 
 
-def stand_in(row):
-    """What build.load(row) returns, computed by the reference scan, with the kernels' contract asserted."""
+def stand_in(scan, key_dim, value_dim):
+    """A row and what build.load(row) returns, computed by the reference scan, with the kernels' contract asserted."""
+    row = config.find(scan, key_dim, value_dim)
 
     def check(*tensors):
         for x in tensors:
@@ -332,12 +357,12 @@ def stand_in(row):
         for x, y in zip((dk, dv), reference.reverse_scan(q, k, v, do, r, h, scale, chunk=row.chunk), strict=True):
             x.copy_(y)
 
-    return {"forward_scan": forward_scan, "reverse_scan": reverse_scan}[row.scan]
+    return row, {"forward_scan": forward_scan, "reverse_scan": reverse_scan}[scan]
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(launcher, "_kernel", stand_in)
 
 
@@ -366,11 +391,36 @@ def test_operands_are_copied_only_when_needed():
     assert launcher._kernel_operand(x) is x
 
 
+def test_another_device_becomes_current_only_when_it_is_not(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+    for index in (0, 1, 0):
+        with launcher._current(torch.device("cuda", index)):
+            pass
+    assert entered == [torch.device("cuda", 1)]
+
+
 def test_first_use_inside_a_capture_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(launcher, "_kernels", {})
+    launcher._kernel.cache_clear()
     with pytest.raises(RuntimeError, match=r"\(K, V\) = \(16, 64\) inside a CUDA graph capture.*call it once before"):
-        launcher._kernel(config.find("forward_scan", 16, 64))
+        launcher._kernel("forward_scan", 16, 64)
+
+
+@pytest.mark.parametrize("call", [based_backward, OP], ids=["function", "operator"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_dispatch_modes_see_one_operator(inputs, call, needs_grad):
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        call(*(x.requires_grad_(needs_grad) for x in inputs))
+    assert [op for op in seen if op.namespace == "based"] == [OP]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

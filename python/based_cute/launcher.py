@@ -4,6 +4,7 @@ Importing this file initialises no CUDA context and imports no DSL. B, T, H and 
 only (K, V) selects one.
 """
 
+import contextlib
 import importlib.util
 import math
 import warnings
@@ -58,14 +59,16 @@ def based_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
     """
     caller = "based_attention"
     _check_backend(caller, backend)
-    q, k, v = _autocast(caller, q=q, k=k, v=v)
-    check_tensors(caller, q, k, v)
+    _check_types(caller, q, k, v)
+    q, k, v = _autocast(q, k, v)
     scale = _plain_scale(caller, scale)
+    if backend != "auto":  # the operator checks what it is given
+        check_tensors(caller, q, k, v)
     if backend == "torch":
         return _TorchPath.apply(q, k, v, scale)
     if backend == "cute":
         _insist_on_kernels(caller, q, v)
-    return torch.ops.based.forward(q, k, v, scale)[0]
+    return _forward(q, k, v, scale)[0]
 
 
 def based_backward(
@@ -85,7 +88,8 @@ def based_backward(
             table of kernels/config.py) and else the torch path, on a GPU with one warning per reason. "cute" insists on
             the kernels. "torch" takes the torch path: fp64 for fp64 inputs, fp32 arithmetic for the others.
 
-    Any strides are accepted, and no input is written to. Under torch.compile use "auto", which is one opaque operator.
+    Any strides are accepted, and no input is written to. Under torch.compile use "auto", which is one opaque operator; it
+    does not support torch.func.grad.
 
     Returns:
         dq, dk (B, T, H, K) and dv (B, T, H, V): new contiguous tensors of the inputs' dtype, which carry no autograd
@@ -101,15 +105,16 @@ def based_backward(
     """
     caller = "based_backward"
     _check_backend(caller, backend)
-    check_tensors(caller, q, k, v, do)
+    _check_types(caller, q, k, v, do)
     scale = _plain_scale(caller, scale)
-    with torch.no_grad():
-        if backend == "auto":
-            return torch.ops.based.backward(q, k, v, do, scale)
-        if backend == "torch":
-            return _run_reference(q, k, v, do, scale)
+    if backend != "auto":  # the operator checks what it is given
+        check_tensors(caller, q, k, v, do)
+    if backend == "cute":
         _insist_on_kernels(caller, q, v)
-        return _run_kernels(q, k, v, do, scale)
+    run = _run_reference if backend == "torch" else _backward
+    eager_operator = run is _backward and not torch.compiler.is_compiling()  # dynamo cannot trace what saves 3 us here
+    with _below_autograd() if eager_operator else torch.no_grad():
+        return run(q, k, v, do, scale)
 
 
 def which_backend(
@@ -177,9 +182,30 @@ def _check_backend(caller: str, backend: str) -> None:
 
 def check_tensors(caller: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None) -> None:
     """Raise TypeError or ValueError, in the name of `caller`, unless the tensors fit together; symbolic sizes are fine."""
-    named = {"q": q, "k": k, "v": v} | ({} if do is None else {"do": do})
-    _check_types(caller, named)
+    if not _fit_together(q, k, v, v if do is None else do):
+        _explain_misfit(caller, {"q": q, "k": k, "v": v} | ({} if do is None else {"do": do}))
+
+
+def _fit_together(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
+    """What every call asks, as one condition: a tenth of the time that it takes to tell the misfits apart."""
+    keys, values = q.shape, v.shape
+    return (
+        len(keys) == len(values) == 4
+        and keys == k.shape
+        and values == do.shape
+        and keys[:3] == values[:3]
+        and keys[3] > 0
+        and values[3] > 0
+        and q.dtype == k.dtype == v.dtype == do.dtype
+        and q.dtype in DTYPES
+        and q.device == k.device == v.device == do.device
+    )
+
+
+def _explain_misfit(caller: str, named: dict[str, Tensor]) -> None:
+    """Raise for the first thing that does not fit."""
     _check_dtypes(caller, named)
+    q, v = named["q"], named["v"]
     for name, x in named.items():
         if x.ndim != 4:
             need = "(B, T, H, K)" if name in ("q", "k") else "(B, T, H, V)"
@@ -189,10 +215,9 @@ def check_tensors(caller: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor | Non
             raise ValueError(f"{caller}: got {got}, need one device; call {name}.to(q.device)")
         if x.shape[-1] == 0:
             raise ValueError(f"{caller}: got {name} of shape {tuple(x.shape)}, need at least one channel")
-    _check_shape(caller, "k", k, (*q.shape[:3], q.shape[3]), "q")
-    _check_shape(caller, "v", v, (*q.shape[:3], v.shape[3]), "q")
-    if do is not None:
-        _check_shape(caller, "do", do, (*q.shape[:3], v.shape[3]), "v")
+    for name, width, like in (("k", q.shape[3], "q"), ("v", v.shape[3], "q"), ("do", v.shape[3], "v")):
+        if name in named:
+            _check_shape(caller, name, named[name], (*q.shape[:3], width), like)
 
 
 def _plain_scale(caller: str, scale: float | None) -> float | None:
@@ -212,19 +237,19 @@ def _resolved_scale(caller: str, scale: float | None, key_dim: int) -> float:
     return scale
 
 
-def _autocast(caller: str, **named: Tensor) -> tuple[Tensor, ...]:
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """The tensors as autocast wants them on q's device: fp64 stays, as in torch's own rules. Custom operators have none."""
-    _check_types(caller, named)
-    kind = named["q"].device.type
+    kind = q.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return tuple(named.values())
+        return q, k, v
     dtype = torch.get_autocast_dtype(kind)
-    eligible = (x.is_floating_point() and x.dtype != torch.float64 for x in named.values())
-    return tuple(x.to(dtype) if cast else x for x, cast in zip(named.values(), eligible, strict=True))
+    eligible = (x.is_floating_point() and x.dtype != torch.float64 for x in (q, k, v))
+    return tuple(x.to(dtype) if cast else x for x, cast in zip((q, k, v), eligible, strict=True))
 
 
-def _check_types(caller: str, named: dict[str, Tensor]) -> None:
-    for name, x in named.items():
+def _check_types(caller: str, *tensors: Tensor) -> None:
+    """tensors: q, k, v and perhaps do. The operators need no such check: the dispatcher makes it."""
+    for name, x in zip(("q", "k", "v", "do"), tensors, strict=False):
         if not isinstance(x, Tensor):
             raise TypeError(f"{caller}: got {name} of type {type(x).__name__}, need a torch.Tensor")
 
@@ -256,74 +281,125 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The operators. Their default implementations serve every device without kernels; all of them agree on the strides.
+#
+# Registered key by key: the same functions behind torch.library.custom_op take 4 us a call and 25 us a training step more,
+# behind register_autograd 2 and 15 (stand-ins for the kernels, one CPU core). Of the 14 us of a call of based::backward the
+# dispatcher takes 4, the four allocations 4 and the checks 2.
 
-
-@torch.library.custom_op(
-    "based::forward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, float? scale=None) -> (Tensor o, Tensor r)",
+_library = torch.library.Library("based", "DEF")  # kept alive: the operators go with it
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, float? scale=None) -> (Tensor o, Tensor r)", tags=(torch.Tag.pt2_compliant_tag,)
 )
-def _forward_op(q, k, v, scale=None):
+_library.define(
+    "backward(Tensor q, Tensor k, Tensor v, Tensor do, float? scale=None) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_forward, _backward = torch.ops.based.forward.default, torch.ops.based.backward.default
+
+# What an operator's own autograd kernel calls it under: at::AutoDispatchBelowAutograd, which has no public name in Python.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def _forward_default(q, k, v, scale=None):
     """o (B, T, H, V) in the inputs' dtype and r = 1/den (B, H, T) in fp32, which is not differentiable."""
-    check_tensors("based::forward", q, k, v)
+    check_tensors("based_attention", q, k, v)
     return _run_forward_reference(q, k, v, scale)
 
 
-@_forward_op.register_kernel("cuda")
 def _forward_cuda(q, k, v, scale=None):
-    check_tensors("based::forward", q, k, v)
-    if _kernels_serve(q, v):
-        return _run_forward_kernel(q, k, v, scale)
-    return _run_forward_reference(q, k, v, scale)
+    check_tensors("based_attention", q, k, v)
+    run = _run_forward_kernel if _kernels_serve(q.device, q.dtype, q.shape[3], v.shape[3]) else _run_forward_reference
+    return run(q, k, v, scale)
 
 
-@_forward_op.register_fake
 def _forward_fake(q, k, v, scale=None):
-    check_tensors("based::forward", q, k, v)
+    check_tensors("based_attention", q, k, v)
     return _empty_outputs(q, v)
 
 
-def _save_inputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3])
-    ctx.scale = inputs[3]
-    ctx.mark_non_differentiable(output[1])
+def _forward_autograd(q, k, v, scale=None):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, scale)
+    with _below_autograd():
+        return _forward(q, k, v, scale)
 
 
-def _differentiate(ctx, do, _):
-    gradients = torch.ops.based.backward(*ctx.saved_tensors, do, ctx.scale)
-    return *_asked_for(ctx, gradients), None
+class _Attention(torch.autograd.Function):
+    """The formula of based::forward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        with _below_autograd():
+            o, r = _forward(q, k, v, scale)
+        ctx.save_for_backward(q, k, v)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(r)
+        ctx.set_materialize_grads(False)  # else every backward fills a gradient of r with zeros
+        return o, r
+
+    @staticmethod
+    def backward(ctx, do, _):
+        if do is None:
+            return None, None, None, None
+        return *_asked_for(ctx, _backward(*ctx.saved_tensors, do, ctx.scale)), None
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_save_inputs)
-
-
-@torch.library.custom_op(
-    "based::backward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor do, float? scale=None) -> (Tensor, Tensor, Tensor)",
-)
-def _backward_op(q, k, v, do, scale=None):
+def _backward_default(q, k, v, do, scale=None):
     check_tensors("based_backward", q, k, v, do)
     return _run_reference(q, k, v, do, scale)
 
 
-@_backward_op.register_kernel("cuda")
 def _backward_cuda(q, k, v, do, scale=None):
     check_tensors("based_backward", q, k, v, do)
-    if _kernels_serve(q, v):
-        return _run_kernels(q, k, v, do, scale)
-    return _run_reference(q, k, v, do, scale)
+    run = _run_kernels if _kernels_serve(q.device, q.dtype, q.shape[3], v.shape[3]) else _run_reference
+    return run(q, k, v, do, scale)
 
 
-@_backward_op.register_fake
 def _backward_fake(q, k, v, do, scale=None):
     check_tensors("based_backward", q, k, v, do)
     return _empty_gradients(q, v)
 
 
-def _kernels_serve(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels run; says once a process why not."""
-    _, reason = which_backend(q, q.shape[-1], v.shape[-1], q.dtype)
+def _backward_autograd(q, k, v, do, scale=None):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or do.requires_grad):
+        return _Gradients.apply(q, k, v, do, scale)
+    with _below_autograd():
+        return _backward(q, k, v, do, scale)
+
+
+class _Gradients(torch.autograd.Function):
+    """based::backward under create_graph=True: without a formula, which must not be lost in silence."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        with _below_autograd():
+            return _backward(*args)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "based::backward: got a derivative of the gradients to compute, and has no autograd formula; "
+            "for a second derivative call based_cute.reference.quadratic_forward"
+        )
+
+
+def _register(name: str, default: Callable, cuda: Callable, fake: Callable, autograd: Callable) -> None:
+    """register_kernel keeps dynamo, where an eager call falls to it, from unrolling the reference's loop over chunks. It takes
+    1 us, which the kernels save: dynamo would only break its graph at them."""
+    torch.library.register_kernel(f"based::{name}", None, default, lib=_library)
+    torch.library.register_fake(f"based::{name}", fake, lib=_library)
+    _library.impl(name, cuda, "CUDA")
+    _library.impl(name, autograd, "Autograd")
+
+
+_register("forward", _forward_default, _forward_cuda, _forward_fake, _forward_autograd)
+_register("backward", _backward_default, _backward_cuda, _backward_fake, _backward_autograd)
+
+
+@cache
+def _kernels_serve(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether the kernels run for tensors like these; says once a process why not."""
+    _, reason = which_backend(device, key_dim, value_dim, dtype)
     if reason is not None:
         _warn_once(reason)
     return reason is None
@@ -356,12 +432,17 @@ class _TorchPath(torch.autograd.Function):
 def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """o and r, contiguous whatever the inputs' strides."""
     batch, length, heads, _ = q.shape
-    return v.new_empty(v.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
+    return _empty_packed(v), q.new_empty((batch, heads, length), dtype=torch.float32)
 
 
 def _empty_gradients(q: Tensor, v: Tensor) -> Gradients:
     """Contiguous whatever the inputs' strides: the layout rule of real and fake implementations alike."""
-    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(v.shape)
+    return _empty_packed(q), _empty_packed(q), _empty_packed(v)
+
+
+def _empty_packed(like: Tensor) -> Tensor:
+    """Half the host time of like.new_empty(like.shape)."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _run_forward_reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -388,51 +469,57 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 # The kernels
 
 
-_kernels: dict[config.ScanConfig, Callable] = {}
-
-
 def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """The output pass on the current stream of the tensors' device."""
-    scale = _resolved_scale("based_attention", scale, q.shape[-1])
+    key_dim, value_dim = q.shape[3], v.shape[3]
+    scale = _resolved_scale("based_attention", scale, key_dim)
     o, r = _empty_outputs(q, v)
     if r.numel() == 0:
         return o, r
-    row = config.find("output", q.shape[-1], v.shape[-1])
-    with torch.cuda.device(q.device):
-        q, k, v = (_kernel_operand(x) for x in (q, k, v))
-        _kernel(row)(q, k, v, o, r, scale)
+    with _current(q.device):
+        _, output = _kernel("output", key_dim, value_dim)
+        output(_kernel_operand(q), _kernel_operand(k), _kernel_operand(v), o, r, scale)
     return o, r
 
 
 def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> Gradients:
     """Both scans on the current stream of the tensors' device; only r and h (8 bytes a token) pass between them."""
-    batch, length, heads, key_dim = q.shape
+    (batch, length, heads, key_dim), value_dim = q.shape, v.shape[3]
     scale = _resolved_scale("based_backward", scale, key_dim)
     dq, dk, dv = _empty_gradients(q, v)
     if batch * length * heads == 0:
         return dq, dk, dv
-    forward_row, reverse_row = (config.find(scan, key_dim, v.shape[-1]) for scan in ("forward_scan", "reverse_scan"))
-    padded_length = math.ceil(length / forward_row.chunk) * forward_row.chunk
-    with torch.cuda.device(q.device):
-        q, k, v, do = (_kernel_operand(x) for x in (q, k, v, do))
+    with _current(q.device):
+        row, forward_scan = _kernel("forward_scan", key_dim, value_dim)
+        _, reverse_scan = _kernel("reverse_scan", key_dim, value_dim)
+        q, k, v, do = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v), _kernel_operand(do)
+        padded_length = -(-length // row.chunk) * row.chunk
         rh = q.new_empty((batch, heads, padded_length, 2), dtype=torch.float32)
-        _kernel(forward_row)(q, k, v, do, dq, rh, scale)
-        _kernel(reverse_row)(q, k, v, do, rh, dk, dv, scale)
+        forward_scan(q, k, v, do, dq, rh, scale)
+        reverse_scan(q, k, v, do, rh, dk, dv, scale)
     return dq, dk, dv
 
 
-def _kernel(row: config.ScanConfig) -> Callable:
-    """The compiled kernel of one config row, loaded at its first use."""
-    if row not in _kernels:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"based_cute: got its first call of {row.scan} for (K, V) = ({row.key_dim}, {row.value_dim}) inside a CUDA "
-                "graph capture, where no kernel can be compiled; call it once before the capture"
-            )
-        from .kernels import build  # imports the DSL, which the CPU path does without
+_ALREADY_CURRENT = contextlib.nullcontext()
 
-        _kernels[row] = build.load(row)
-    return _kernels[row]
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """`device` as the current one. Most often it is, and to ask costs a quarter of torch.cuda.device."""
+    return _ALREADY_CURRENT if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+@cache
+def _kernel(scan: str, key_dim: int, value_dim: int) -> tuple[config.ScanConfig, Callable]:
+    """The config row of a scan and its compiled kernel, loaded at its first use."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"based_cute: got its first call of {scan} for (K, V) = ({key_dim}, {value_dim}) inside a CUDA "
+            "graph capture, where no kernel can be compiled; call it once before the capture"
+        )
+    from .kernels import build  # imports the DSL, which the CPU path does without
+
+    row = config.find(scan, key_dim, value_dim)
+    return row, build.load(row)
 
 
 def _kernel_operand(x: Tensor) -> Tensor:
@@ -440,5 +527,7 @@ def _kernel_operand(x: Tensor) -> Tensor:
 
     is_contiguous() is not enough: it ignores the strides of dimensions of size 1, which a slice leaves arbitrary.
     """
-    packed = x.stride() == (x[0].numel(), x[0, 0].numel(), x.shape[3], 1)
+    _, length, heads, width = x.shape
+    row = heads * width
+    packed = x.stride() == (length * row, row, width, 1)
     return x if packed and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
