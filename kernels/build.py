@@ -147,31 +147,39 @@ def compile_row(config: ScanConfig):
     from .forward_scan import ForwardScan
     from .output import OutputScan
     from .reverse_scan import ReverseScan
+    from .segment_state import ForwardState, OutputState, ReverseState, StateSum
 
-    batch, tokens, heads, padded = (cute.sym_int32() for _ in range(4))
+    batch, tokens, heads, padded, values, slots = (cute.sym_int32() for _ in range(6))
 
     def rows(width):
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
         return make_fake_tensor(cutlass.BFloat16, (batch, tokens, heads, width), stride=strides, assumed_align=16)
 
-    key, value = config.key_dim, config.value_dim
-
-    def row_terms(*shape):
+    def contiguous(*shape, dtype=cutlass.Float32):
         order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=16)
+        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
 
-    inputs = [rows(key), rows(key), rows(value)]
-    statistics = row_terms(batch, heads, padded, 2)
-    scan, others = {
-        "forward_scan": (ForwardScan, [rows(value), rows(key), statistics]),
-        "reverse_scan": (ReverseScan, [rows(value), statistics, rows(key), rows(value)]),
-        "output": (OutputScan, [rows(value), row_terms(batch, heads, tokens)]),
+    def key():
+        return rows(config.key_dim)
+
+    def value():
+        return rows(config.value_dim)
+
+    scale, count, states = cutlass.Float32(1.0), cutlass.Int32(1), contiguous(values)
+    statistics = contiguous(batch, heads, padded, 2)
+    cuts = (scale, count, count, count, states, contiguous(slots, dtype=cutlass.Int32))
+    scan, *arguments = {
+        "forward_scan": (ForwardScan, key(), key(), value(), value(), key(), statistics, *cuts),
+        "reverse_scan": (ReverseScan, key(), key(), value(), value(), statistics, key(), value(), *cuts),
+        "output": (OutputScan, key(), key(), value(), value(), contiguous(batch, heads, tokens), *cuts),
+        "forward_state": (ForwardState, key(), value(), scale, count, count, states),
+        "reverse_state": (ReverseState, key(), value(), statistics, scale, count, count, states),
+        "output_state": (OutputState, key(), value(), scale, count, count, states),
+        "state_sum": (StateSum, states, count, count, count),
     }[config.scan]
     scan.kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        scan(config), *inputs, *others, cutlass.Float32(1.0), stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH}"
-    )
+    return cute.compile(scan(config), *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH}")
 
 
 def export(directory: Path) -> None:

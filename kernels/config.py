@@ -10,7 +10,11 @@ from .features import feature_count
 SHARED_MEMORY_LIMIT = 232448  # bytes one CTA may use on sm_90
 REGISTER_FILE = 65536  # 32-bit registers of one SM
 WARPGROUP = 128  # threads
+CHUNK = 64  # tokens
 SCANS = ("forward_scan", "reverse_scan", "output")
+STATES = ("forward_state", "reverse_state", "output_state")  # their states at the cuts of a sequence
+STATE_SUM = "state_sum"
+PASSES = (*SCANS, *STATES, STATE_SUM)
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,11 @@ class ScanConfig:
     scan: str
     key_dim: int
     value_dim: int
-    chunk: int = 64
+    chunk: int = CHUNK
     stages: int = 3
     feature_tiles: int = 1
+    state_warpgroups: int = 1
+    token_warpgroups: int = 2
     early_inter: bool = False
     producer_registers: int = 24
     state_registers: int = 200
@@ -39,10 +45,10 @@ class ScanConfig:
     origin: str = field(default="", compare=False)
 
     def __post_init__(self):
-        if self.scan not in SCANS:
-            raise ValueError(f"ScanConfig: got scan={self.scan!r}, need one of {SCANS}")
-        if self.registers > REGISTER_FILE:
-            raise ValueError(f"{self.name}: {self.registers} registers, the SM has {REGISTER_FILE}")
+        if self.scan not in PASSES:
+            raise ValueError(f"ScanConfig: got scan={self.scan!r}, need one of {PASSES}")
+        if self.registers > self.launch_registers:  # setmaxnreg would wait for ever
+            raise ValueError(f"{self.name}: {self.registers} registers, a launch of {self.threads} has {self.launch_registers}")
         if self.shared_memory > SHARED_MEMORY_LIMIT:
             raise ValueError(f"{self.name}: {self.shared_memory} bytes of shared memory, the limit is {SHARED_MEMORY_LIMIT}")
 
@@ -57,11 +63,17 @@ class ScanConfig:
 
     @property
     def threads(self) -> int:
-        return 4 * WARPGROUP
+        return (1 + self.state_warpgroups + self.token_warpgroups) * WARPGROUP
 
     @property
     def registers(self) -> int:
-        return WARPGROUP * (self.producer_registers + self.state_registers + 2 * self.token_registers)
+        states, tokens = self.state_warpgroups * self.state_registers, self.token_warpgroups * self.token_registers
+        return WARPGROUP * (self.producer_registers + states + tokens)
+
+    @property
+    def launch_registers(self) -> int:
+        """What a CTA is launched with, and all that setmaxnreg has to share out: per thread a multiple of 8."""
+        return self.threads * (REGISTER_FILE // self.threads // 8 * 8)
 
     @property
     def name(self) -> str:
@@ -69,23 +81,29 @@ class ScanConfig:
         return "based_" + "_".join(str(getattr(self, key.name)) for key in fields(self) if key.compare)
 
     @property
+    def ahead(self) -> bool:
+        """Whether features are built one chunk ahead."""
+        return self.feature_tiles == 2
+
+    @property
     def tile_bytes(self) -> int:
-        """Bytes one stage loads: a chunk of q, k and v, in the backward of do, and in the reverse scan of r and h (fp32)."""
-        values = 1 if self.scan == "output" else 2
-        row_statistics = 8 if self.scan == "reverse_scan" else 0
-        return self.chunk * (2 * 2 * self.padded_key_dim + values * 2 * self.value_dim + row_statistics)
+        """Bytes one stage loads: its tiles of (chunk, 16) and (chunk, V) bf16, and where the pass reads them r and h (fp32)."""
+        rows, values = {"output": (2, 1), "forward_scan": (2, 2), "reverse_scan": (2, 2)}.get(self.scan, (1, 1))
+        row_statistics = 8 if self.scan.startswith("reverse") else 0
+        return self.chunk * (2 * rows * self.padded_key_dim + 2 * values * self.value_dim + row_statistics)
 
     @property
     def shared_memory(self) -> int:
-        """Bytes a CTA takes (the kernel asserts that its storage struct has this size): the stages, the state's bf16 copy
-        twice, the feature tiles, the normaliser (four bf16 tiles) twice and its tile of ones, the barriers, and in
-        the output pass a tile of o for each token warpgroup."""
-        state = 2 * 2 * self.value_dim * self.features
-        features = 2 * self.feature_tiles * self.chunk * self.features
-        normaliser = 2 * 4 * 2 * self.padded_key_dim**2 + 2 * self.chunk * self.padded_key_dim
+        """Bytes a CTA takes (the kernel asserts that its storage struct has this size): the stages, the feature tiles, the
+        barriers; for each token warpgroup a bf16 copy of the state, the normaliser (four bf16 tiles), in the output pass a
+        tile of o; and for all of them a tile of ones."""
+        features = 2 * self.state_warpgroups * self.feature_tiles * self.chunk * self.features
         barriers = 2 * 8 * self.stages
-        outputs = 2 * 2 * self.chunk * self.value_dim if self.scan == "output" else 0
-        total = self.stages * self.tile_bytes + state + features + normaliser + barriers + outputs
+        published = 2 * self.value_dim * self.features + 4 * 2 * self.padded_key_dim**2
+        if self.scan == "output":
+            published += 2 * self.chunk * self.value_dim
+        ones = 2 * self.chunk * self.padded_key_dim if self.token_warpgroups else 0
+        total = self.stages * self.tile_bytes + features + barriers + self.token_warpgroups * published + ones
         return -(-total // 1024) * 1024
 
 
@@ -95,20 +113,52 @@ def _rows(scan: str) -> tuple[ScanConfig, ...]:
     wide, middle, narrow = ({"state_registers": s, "token_registers": t} for s, t in ((216, 136), (168, 160), (152, 168)))
     reverse = scan == "reverse_scan"
     early = {"early_inter": scan != "output"}
+    three = {"token_warpgroups": 3, "state_registers": 120, "token_registers": 112}
     stages, spill = (3, 16) if reverse else (4, 0)
     full = "the only split that compiles clean; shared memory is full"
     spilled = f"{full}; 12 B of spills 0.308 ms, none 0.315"
+    eight_64 = {**three, "stages": 5} if reverse else {**early, **narrow, "stages": 5}
+    eight_128 = {**three, "stages": 4} if scan == "forward_scan" else {**early, **narrow, "stages": stages}
     return (
-        ScanConfig(scan, 8, 64, stages=5, feature_tiles=2, **early, **narrow, origin="shared memory allows stages and tiles"),
-        ScanConfig(scan, 8, 128, stages=stages, feature_tiles=2, **early, **narrow, origin="reverse: 3 stages beat 4 by 6%"),
+        ScanConfig(scan, 8, 64, feature_tiles=2, **eight_64, origin="reverse: three token warpgroups 3% faster, forward: not"),
+        ScanConfig(scan, 8, 128, feature_tiles=2, **eight_128, origin="forward: three token warpgroups 3% faster"),
         ScanConfig(scan, 16, 64, stages=5, feature_tiles=2, **middle, origin="as (8, 64); 216 + 136 serialises WGMMA"),
         ScanConfig(scan, 16, 128, allowed_spill=spill, **wide, origin=spilled if reverse else full),
     )
 
 
-ROWS: tuple[ScanConfig, ...] = tuple(row for scan in SCANS for row in _rows(scan))
+def _state_rows(scan: str) -> tuple[ScanConfig, ...]:
+    """The rows of a pass that sums states: two state warpgroups and nothing else."""
+    alone = {"state_warpgroups": 2, "token_warpgroups": 0, "feature_tiles": 2, "stages": 6, "producer_registers": 24}
+    return tuple(
+        ScanConfig(scan, key_dim, value_dim, **alone, state_registers=240)
+        for key_dim in (8, 16)
+        for value_dim in (64, 128)
+    )
+
+
+ROWS: tuple[ScanConfig, ...] = (
+    *(row for scan in SCANS for row in _rows(scan)),
+    *(row for scan in (*STATES, STATE_SUM) for row in _state_rows(scan)),
+)
 
 
 def find(scan: str, key_dim: int, value_dim: int) -> ScanConfig | None:
     """The row that runs `scan` at (K, V), or None where the table has none."""
     return next((row for row in ROWS if (row.scan, row.key_dim, row.value_dim) == (scan, key_dim, value_dim)), None)
+
+
+def state_pass(scan: str) -> str:
+    """The name of the pass that sums the states of `scan`."""
+    return f"{scan.removesuffix('_scan')}_state"
+
+
+def state_size(key_dim: int, value_dim: int) -> int:
+    """fp32 values of a state in memory: the accumulators of V x F, and of the 64 x 16 normaliser."""
+    return value_dim * feature_count(key_dim) + 64 * 16
+
+
+def chained_work(key_dim: int) -> float:
+    """Time of a chunk where CTAs take up sequences at different places, against CTAs that walk side by side. With K = 8 the
+    rows of q and k are 16 bytes, and neighbouring heads that walk side by side share every 32-byte sector."""
+    return 1.42 if key_dim == 8 else 1.07

@@ -36,7 +36,7 @@ from .blocks.taylor import (
     quad_sum,
 )
 from .blocks.tiles import SwizzledTile
-from .scan import Scan
+from .scan import Problem, Scan
 
 DENOMINATOR_EPSILON = 1e-6
 ROOT_HALF, ROOT_TWO = 0.5**0.5, 2.0**0.5
@@ -63,25 +63,28 @@ class ForwardScan(Scan):
         dq: cute.Tensor,
         statistics: cute.Tensor,
         scale: Float32,
+        stride: Int32,
+        chunks_per_cta: Int32,
+        chained: Int32,
+        states: cute.Tensor,
+        flags: cute.Tensor,
         stream,
     ):
         loads = self.loads(q=q, k=k, v=v, do=do)
-        batch, tokens, heads, _ = q.shape
-        self.kernel(loads, Outputs(dq, statistics), scale, tokens, heads).launch(
-            grid=[batch * heads, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
-        )
+        problem = self.problem(q, scale, (stride, chunks_per_cta, chained, states, flags))
+        self.launch(self.kernel(loads, Outputs(dq, statistics), problem), problem, stream)
 
     @cute.kernel
-    def kernel(self, loads, outputs, scale: Float32, tokens: Int32, heads: Int32):
-        self.run(loads, outputs, scale, tokens, heads)
+    def kernel(self, loads, outputs, problem: Problem):
+        self.run(loads, outputs, problem)
 
     def state_products(self, at, statistics, row):
         return ExactProducts
 
-    def token_parts(self, smem, parity):
+    def token_parts(self, smem, group):
         c = self.config
         return SimpleNamespace(
-            parity=parity,
+            group=group,
             scores=Product(c.chunk, smem.q, smem.k),  # (1)
             values=Product(c.chunk, smem.do, smem.v),  # (2)
             rows=Product(16, b=smem.k, b_transposed=True),  # (3), (4)
@@ -116,13 +119,13 @@ class ForwardScan(Scan):
 
     def issue_inter(self, g, stage):
         """Issue (5), (6) and q . sum k, the products with the state before the chunk, once it is there."""
-        sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+        sync.wait(Barrier.STATE_FULL, g.group, 2 * WARPGROUP)
         y, z, dot = g.inter.accumulator(), g.normaliser.matrix.accumulator(), g.normaliser.dot.accumulator()
         warpgroup.fence()
-        g.normaliser.issue_matrix(z, stage, g.parity)
-        g.normaliser.issue_sums(z, g.parity)
-        g.normaliser.issue_dot(dot, stage, g.parity)
-        g.inter.issue(y, k_steps(g.inter.a, stage), k_steps(g.inter.b, g.parity))
+        g.normaliser.issue_matrix(z, stage, g.group)
+        g.normaliser.issue_sums(z, g.group)
+        g.normaliser.issue_dot(dot, stage, g.group)
+        g.inter.issue(y, k_steps(g.inter.a, stage), k_steps(g.inter.b, g.group))
         return {"y": y, "z": z, "dot": dot}
 
     def row_sums(self, g, at, s, dov):

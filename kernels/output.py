@@ -30,7 +30,7 @@ from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import ScaledProducts, own_columns, own_entries, quad_sum
 from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, tma_store
 from .forward_scan import DENOMINATOR_EPSILON
-from .scan import Scan
+from .scan import Problem, Scan
 
 STORED = (16, 64)  # rows and columns of one TMA store: a warp stores its own rows, and so needs no barrier
 
@@ -56,40 +56,44 @@ class OutputScan(Scan):
         o: cute.Tensor,
         r: cute.Tensor,
         scale: Float32,
+        stride: Int32,
+        chunks_per_cta: Int32,
+        chained: Int32,
+        states: cute.Tensor,
+        flags: cute.Tensor,
         stream,
     ):
         loads = self.loads(q=q, k=k, v=v)
         outputs = Outputs(tma_store(o, smem_layout(STORED), STORED), r)
-        batch, tokens, heads, _ = q.shape
-        self.kernel(loads, outputs, scale, tokens, heads).launch(
-            grid=[batch * heads, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
-        )
+        problem = self.problem(q, scale, (stride, chunks_per_cta, chained, states, flags))
+        self.launch(self.kernel(loads, outputs, problem), problem, stream)
 
     @cute.kernel
-    def kernel(self, loads, outputs, scale: Float32, tokens: Int32, heads: Int32):
-        self.run(loads, outputs, scale, tokens, heads)
+    def kernel(self, loads, outputs, problem: Problem):
+        self.run(loads, outputs, problem)
 
     def tiles(self) -> dict:
         """Beside the tiles of every pass, one of o for each token warpgroup."""
-        return super().tiles() | {"o": smem_layout((self.config.chunk, self.config.value_dim), 2)}
+        c = self.config
+        return super().tiles() | {"o": smem_layout((c.chunk, c.value_dim), c.token_warpgroups)}
 
     # ---- the chunk's own tokens ----
 
     def state_products(self, at, statistics, row):
         return partial(ScaledProducts, scale=at.scale, weight=1.0)
 
-    def token_parts(self, smem, parity):
+    def token_parts(self, smem, group):
         c = self.config
         tile = SwizzledTile(smem.o.iterator.toint(), c.chunk, c.value_dim)
         return SimpleNamespace(
-            parity=parity,
+            group=group,
             scores=Product(c.chunk, smem.q, smem.k),  # (1)
             intra=Product(c.value_dim, b=smem.v, b_transposed=True),  # (2)
             inter=Product(c.value_dim, b=smem.state),  # (3)
             normaliser=NormaliserProducts(smem.q, smem.ones, smem.gram),  # (4)
             own=SwizzledTile(smem.q.iterator.toint(), c.chunk, c.padded_key_dim),
             staged=smem.o,
-            tile=tile.at(parity * (2 * c.chunk * c.value_dim)),
+            tile=tile.at(group * (2 * c.chunk * c.value_dim)),
         )
 
     @cute.jit
@@ -110,11 +114,11 @@ class OutputScan(Scan):
         acc, z = g.intra.accumulator(), g.normaliser.matrix.accumulator()
         warpgroup.fence()
         g.intra.issue(acc, k_steps(a), k_steps(g.intra.b, stage))
-        sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
-        g.normaliser.issue_matrix(z, stage, g.parity)
+        sync.wait(Barrier.STATE_FULL, g.group, 2 * WARPGROUP)
+        g.normaliser.issue_matrix(z, stage, g.group)
         for _ in range(2):  # twice the sums, in the registers of one accumulator: two would serialise the products
-            g.normaliser.issue_sums(z, g.parity)
-        add_inter(g.inter, acc, self.own_rows(g, stage), g.quad_lane, c.key_dim, g.parity)
+            g.normaliser.issue_sums(z, g.group)
+        add_inter(g.inter, acc, self.own_rows(g, stage), g.quad_lane, c.key_dim, g.group)
         warpgroup.wait_group(0)
         return SimpleNamespace(acc=acc, den=den, rounded=rounded, z=z)
 
@@ -186,5 +190,5 @@ class OutputScan(Scan):
         )
         if block * 16 < at.tokens:
             for panel in cutlass.range_constexpr(c.value_dim // 64):
-                cute.copy(outputs.o.atom, source[None, warp, panel, g.parity], target[None, block, panel])
+                cute.copy(outputs.o.atom, source[None, warp, panel, g.group], target[None, block, panel])
         cute.arch.cp_async_bulk_commit_group()

@@ -36,7 +36,7 @@ from .blocks.taylor import (
     row_statistics,
 )
 from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, statistics_layout, tma_load_statistics, tma_store
-from .scan import Scan
+from .scan import Problem, Scan
 
 
 class Outputs(NamedTuple):
@@ -62,24 +62,23 @@ class ReverseScan(Scan):
         dk: cute.Tensor,
         dv: cute.Tensor,
         scale: Float32,
+        stride: Int32,
+        chunks_per_cta: Int32,
+        chained: Int32,
+        states: cute.Tensor,
+        flags: cute.Tensor,
         stream,
     ):
         loads = self.loads(q=q, k=k, v=v, do=do)
         c = self.config
         row_terms = tma_load_statistics(statistics, statistics_layout(c.chunk, c.stages), c.chunk)
         outputs = Outputs(row_terms, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
-        batch, tokens, heads, _ = q.shape
-        self.kernel(loads, outputs, scale, tokens, heads).launch(
-            grid=[batch * heads, 1, 1],
-            block=[self.config.threads, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
-        )
+        problem = self.problem(q, scale, (stride, chunks_per_cta, chained, states, flags))
+        self.launch(self.kernel(loads, outputs, problem), problem, stream)
 
     @cute.kernel
-    def kernel(self, loads, outputs, scale: Float32, tokens: Int32, heads: Int32):
-        self.run(loads, outputs, scale, tokens, heads)
+    def kernel(self, loads, outputs, problem: Problem):
+        self.run(loads, outputs, problem)
 
     def state_products(self, at, statistics, row):
         r, _ = row_statistics(statistics, row)
@@ -87,37 +86,42 @@ class ReverseScan(Scan):
 
     @cute.jit
     def help(self, outputs, smem, pipe, at, warp):
-        """Warps 1 and 2: each stores dv of one token warpgroup from the chunk's v tile, then releases the stage.
+        """Warps 1, 2, ...: each stores dv of one token warpgroup from the chunk's v tile, then releases the stage.
 
         Waiting for the store inside the token warpgroup costs 10% of the pass.
         """
-        c = self.config
-        if warp < 3:
-            parity = warp - 1
-            tiles = cute.flat_divide(smem.v, (64, 64))
-            target = cute.local_tile(outputs.dv.tensor[None, None, at.head, at.batch], (64, 64), (None, None))
-            source, target = cpasync.tma_partition(
-                outputs.dv.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(target, 0, 2)
-            )
-            stage = sync.consumer_state(c.stages)
-            if parity == 1:
-                stage.advance()
-            for turn in cutlass.range((at.chunks - parity + 1) // 2, unroll=1):
-                chunk = self.chunk_of(at, 2 * turn + parity)
-                sync.wait(Barrier.STAGED, parity, WARPGROUP + WARP)
-                for panel in cutlass.range_constexpr(c.value_dim // 64):
-                    cute.copy(outputs.dv.atom, source[None, 0, panel, stage.index], target[None, chunk, panel])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                pipe.consumer_release(stage)
-                stage.advance()
-                stage.advance()
+        if warp <= self.config.token_warpgroups:
+            for number in cutlass.range(at.pieces, unroll=1):
+                self.store_piece(outputs, smem, pipe, self.piece(at, number), warp - 1)
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
-    def token_parts(self, smem, parity):
+    @cute.jit
+    def store_piece(self, outputs, smem, pipe, p, group):
+        """dv of the chunks that token warpgroup `group` takes of a piece."""
+        c = self.config
+        target = cute.local_tile(outputs.dv.tensor[None, None, p.head, p.batch], (64, 64), (None, None))
+        source, target = cpasync.tma_partition(
+            outputs.dv.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.flat_divide(smem.v, (64, 64)), 0, 2),
+            cute.group_modes(target, 0, 2),
+        )
+        stage = sync.consumer_state(c.stages, p.position + group)
+        for turn in cutlass.range(self.turns(p, group), unroll=1):
+            chunk = self.chunk_of(p, p.step + c.token_warpgroups * turn + group)
+            sync.wait(Barrier.STAGED, group, WARPGROUP + WARP)
+            for panel in cutlass.range_constexpr(c.value_dim // 64):
+                cute.copy(outputs.dv.atom, source[None, 0, panel, stage.index], target[None, chunk, panel])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            pipe.consumer_release(stage)
+            stage = sync.advanced(stage, c.token_warpgroups)
+
+    def token_parts(self, smem, group):
         c = self.config
         return SimpleNamespace(
-            parity=parity,
+            group=group,
             scores=Product(c.chunk, smem.k, smem.q),  # (1)
             values=Product(c.chunk, smem.v, smem.do),  # (2)
             rows=Product(16, b=smem.q, b_transposed=True),  # (3)
@@ -146,13 +150,13 @@ class ReverseScan(Scan):
         g.rows.issue(dk, k_steps(ds), k_steps(g.rows.b, stage), commit=False)
         g.intra.issue(dv, k_steps(a), k_steps(g.intra.b, stage))
         if not c.early_inter:
-            sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+            sync.wait(Barrier.STATE_FULL, g.group, 2 * WARPGROUP)
         warpgroup.wait_group(0)
 
         warpgroup.fence()
-        g.normaliser.issue_matrix(dk, stage, g.parity, accumulate=True)
-        g.normaliser.issue_sums(dk, g.parity)
-        add_inter(g.inter, dv, self.own_rows(g, stage), g.quad_lane, c.key_dim, g.parity)
+        g.normaliser.issue_matrix(dk, stage, g.group, accumulate=True)
+        g.normaliser.issue_sums(dk, g.group)
+        add_inter(g.inter, dv, self.own_rows(g, stage), g.quad_lane, c.key_dim, g.group)
         warpgroup.wait_group(0)
         packed = [pack2(dv[2 * i], dv[2 * i + 1]) for i in range(c.value_dim // 4)]
 
@@ -165,10 +169,10 @@ class ReverseScan(Scan):
     def issue_adjoint(self, g, stage):
         """Issue (7); with `early_inter` it is the first product to need the state."""
         if self.config.early_inter:
-            sync.wait(Barrier.STATE_FULL, g.parity, 2 * WARPGROUP)
+            sync.wait(Barrier.STATE_FULL, g.group, 2 * WARPGROUP)
         w = g.adjoint.accumulator()
         warpgroup.fence()
-        g.adjoint.issue(w, k_steps(g.adjoint.a, stage), k_steps(g.adjoint.b, g.parity))
+        g.adjoint.issue(w, k_steps(g.adjoint.a, stage), k_steps(g.adjoint.b, g.group))
         return w
 
     def weights(self, g, at, s, dov, statistics):
@@ -199,7 +203,7 @@ class ReverseScan(Scan):
             address = tile.chunk(row, 2 * (n % 4) + g.lane // 16, n // 4)
             stmatrix4(address, *packed[4 * n : 4 * n + 4])
         sync.publish()
-        sync.arrive(Barrier.STAGED, g.parity, WARPGROUP + WARP)
+        sync.arrive(Barrier.STAGED, g.group, WARPGROUP + WARP)
 
     def token_adjoint(self, g, at, chunk, work, rows):
         """dk of the own entries of both rows."""

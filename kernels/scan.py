@@ -1,23 +1,26 @@
 """The body that all scans share: storage, TMA loads, warp roles, and the warpgroup that carries the state.
 
-One CTA scans one (batch, head), chunk by chunk. 16 warps:
+The chunks of all sequences, one sequence for each (batch, head), stand one after the other on a tape that is cut into equal
+ranges (schedule.py). One CTA scans one range, piece by piece, a piece being what the range holds of one sequence. 16 warps,
+or 20 with three token warpgroups:
 
     warp 0            loads q, k, v, do (and r, h) of a chunk into a stage of the ring
-    warps 1, 2        helpers of the pass (the reverse scan stores dv through them)
+    warps 1, 2, 3     helpers of the pass (the reverse scan stores dv through them, one for each token warpgroup)
     warps 4..7        the state warpgroup: S^T (V x F) in its accumulators, the normaliser beside it. Per chunk: build
                       phi, S^T += x^T phi, publish the bf16 copy for the next chunk
-    warps 8..11, 12..15   two token warpgroups that take chunks in turn: everything a chunk's own tokens need
+    warps 8..11, ...  token warpgroups that take chunks in turn: everything a chunk's own tokens need
 
     buffer            writer            reader
     sQ sK sV sO       TMA (warp 0)      token products, features, S^T update     ring of `stages`
     sStatistics       TMA (warp 0)      token elementwise, features (reverse)    ring of `stages`
-    sState x 2        state warpgroup   token products (Y, W, dv)                STATE_FULL / STATE_FREE, by parity
-    sGram x 2         state warpgroup   token products (normaliser)              the same
+    sState            state warpgroup   token products (Y, W, dv)                STATE_FULL / STATE_FREE, one a token warpgroup
+    sGram             state warpgroup   token products (normaliser)              the same
     sOnes             state warpgroup   token products (normaliser)              the first STATE_FULL
     sPhi x tiles      state warpgroup   S^T update                               STATE
 """
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +31,7 @@ from cutlass.memory import SmemAllocator
 from .blocks import sync
 from .blocks.gemm import Product, k_steps
 from .blocks.ptx import recompute
-from .blocks.state import Normaliser, gram_operand, publish_state, write_ones
+from .blocks.state import Normaliser, gram_operand, load_state, publish_state, save_state, write_ones
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import load_rotated, write_features
 from .blocks.tiles import (
@@ -40,7 +43,27 @@ from .blocks.tiles import (
     tma_partition,
     tma_partition_statistics,
 )
-from .config import ScanConfig
+from .config import ScanConfig, state_size
+from .schedule import piece, pieces
+
+
+class Problem(NamedTuple):
+    """One launch: the sizes, the factor of q.k, and how the tape is cut.
+
+    stride: chunks from one sequence to the next on the tape, which may leave room after the last one of a sequence.
+    chained: whether a CTA leaves the state at the end of its range in `states` (one slot a CTA, fp32) and raises its flag (zero
+    before the launch); if not, the states are there before the launch.
+    """
+
+    tokens: Int32
+    heads: Int32
+    sequences: Int32
+    scale: Float32
+    stride: Int32
+    chunks_per_cta: Int32
+    chained: Int32
+    states: cute.Tensor
+    flags: cute.Tensor
 
 
 class Scan:
@@ -55,14 +78,35 @@ class Scan:
 
     # ---- host side, traced once per compile ----
 
+    def problem(self, q, scale, cuts) -> "Problem":
+        """The problem of one launch; cuts: the fields of Problem from `stride` on."""
+        batch, tokens, heads, _ = q.shape
+        return Problem(tokens, heads, batch * heads, scale, *cuts)
+
+    def launch(self, kernel, problem, stream):
+        """One CTA for each range of the tape, ready to start while the kernel before it drains."""
+        kernel.launch(
+            grid=[cute.ceil_div(problem.sequences * problem.stride, problem.chunks_per_cta), 1, 1],
+            block=[self.config.threads, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
     def tiles(self) -> dict:
         """Layouts of the bf16 tiles in shared memory, by name."""
         c = self.config
         rows, values = (smem_layout((c.chunk, width), c.stages) for width in (c.padded_key_dim, c.value_dim))
-        return {name: values if name in ("v", "do") else rows for name in self.inputs} | {
-            "state": smem_layout((c.value_dim, c.features), 2),
-            "phi": smem_layout((c.chunk, c.features), c.feature_tiles),
-            "gram": smem_layout((16, 16), 2 * Normaliser.TILES),
+        inputs = {name: values if name in ("v", "do") else rows for name in self.inputs}
+        phi = smem_layout((c.chunk, c.features), c.feature_tiles * c.state_warpgroups)
+        return inputs | {"phi": phi} | (self.published_tiles() if c.token_warpgroups else {})
+
+    def published_tiles(self) -> dict:
+        """What the state warpgroup writes for the token warpgroups."""
+        c = self.config
+        return {
+            "state": smem_layout((c.value_dim, c.features), c.token_warpgroups),
+            "gram": smem_layout((16, 16), c.token_warpgroups * Normaliser.TILES),
             "ones": smem_layout((c.chunk, c.padded_key_dim)),
         }
 
@@ -104,7 +148,7 @@ class Scan:
         return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr())
 
     @cute.jit
-    def run(self, loads, outputs, scale, tokens, heads):
+    def run(self, loads, outputs, problem):
         """The device entry's body: allocate, then hand each warp its role."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -113,54 +157,81 @@ class Scan:
                 cpasync.prefetch_descriptor(source.atom)
         smem = self.allocate()
         pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, c.tile_bytes)
-        block = cute.arch.block_idx()[0]
-        at = SimpleNamespace(
-            head=block % heads,
-            batch=block // heads,
-            tokens=tokens,
-            chunks=cute.ceil_div(tokens, c.chunk),
-            scale=scale,
-        )
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:
-                self.load(loads, outputs, smem, pipe, at)
+                self.load(loads, outputs, smem, pipe, self.place(problem))
             else:
-                self.help(outputs, smem, pipe, at, warp)
+                self.help(outputs, smem, pipe, self.place(problem), warp)
         else:
-            if warp < 8:
+            if warp < 4 + 4 * c.state_warpgroups:
                 cute.arch.setmaxregister_increase(c.state_registers)
-                self.carry_state(smem, pipe, at)
-            else:
+                self.carry_state(smem, pipe, self.place(problem))
+            elif cutlass.const_expr(c.token_warpgroups > 0):
                 cute.arch.setmaxregister_increase(c.token_registers)
-                self.take_chunks(outputs, smem, pipe, at)
+                self.take_chunks(outputs, smem, pipe, self.place(problem))
+
+    def place(self, problem):
+        """The problem with the range [first, last) of the tape that this CTA scans."""
+        cta = recompute(cute.arch.block_idx()[0])  # each role for itself: kept from the top it is spilled
+        first = cta * problem.chunks_per_cta
+        last = cutlass.min(first + problem.chunks_per_cta, problem.sequences * problem.stride)
+        return SimpleNamespace(
+            **problem._asdict(),
+            chunks=cute.ceil_div(problem.tokens, self.config.chunk),
+            cta=cta,
+            first=first,
+            last=last,
+            pieces=pieces(first, last, problem.stride),
+        )
+
+    def piece(self, at, number):
+        """Piece `number` of the range: `step` and `count` are its first step and its length, `position` the chunks before it
+        in this CTA."""
+        place = piece(at.first, at.last, at.stride, at.chunks, number, cutlass.max, cutlass.min)
+        sequence, step, count, position = place
+        return SimpleNamespace(
+            **vars(at),
+            batch=sequence // at.heads,
+            head=sequence % at.heads,
+            step=step,
+            count=count,
+            position=position,
+        )
 
     def chunk_of(self, at, step):
-        """The chunk taken at step `step` of the scan."""
+        """The chunk taken at step `step` of the scan over a sequence."""
         return at.chunks - 1 - step if self.backward else step
 
     @cute.jit
     def load(self, loads, outputs, smem, pipe, at):
         """Warp 0: one stage a chunk, the inputs and in the reverse scan r, h on one mbarrier."""
-        c = self.config
+        cute.arch.griddepcontrol_wait()  # the kernel before may still be writing them
+        cute.arch.griddepcontrol_launch_dependents()
+        stage = sync.producer_state(self.config.stages)
+        for number in cutlass.range(at.pieces, unroll=1):
+            p = self.piece(at, number)
+            sides = self.load_sides(loads, outputs, smem, p)
+            for step in cutlass.range(p.count, unroll=1):
+                chunk = self.chunk_of(p, p.step + step)
+                pipe.producer_acquire(stage)
+                barrier = pipe.producer_get_barrier(stage)
+                for atom, shared, source in sides:
+                    cute.copy(atom, source[None, chunk], shared[None, stage.index], tma_bar_ptr=barrier)
+                stage.advance()
+
+    def load_sides(self, loads, outputs, smem, p):
+        """(copy atom, shared side, global side) of each load of one sequence."""
         sides = [
-            (source.atom, *tma_partition(source, getattr(smem, name), self.tile_shape(name), at.head, at.batch))
+            (source.atom, *tma_partition(source, getattr(smem, name), self.tile_shape(name), p.head, p.batch))
             for source, name in zip(loads, self.inputs, strict=True)
         ]
-        if cutlass.const_expr(self.backward):
+        if self.backward:
             rows = outputs.statistics
-            sides.append((rows.atom, *tma_partition_statistics(rows, smem.statistics, c.chunk, at.head, at.batch)))
-            cute.arch.griddepcontrol_wait()  # r and h: the forward scan may still be running
-        else:
-            cute.arch.griddepcontrol_launch_dependents()
-        stage = sync.producer_state(c.stages)
-        for step in cutlass.range(at.chunks, unroll=1):
-            chunk = self.chunk_of(at, step)
-            pipe.producer_acquire(stage)
-            barrier = pipe.producer_get_barrier(stage)
-            for atom, shared, source in sides:
-                cute.copy(atom, source[None, chunk], shared[None, stage.index], tma_bar_ptr=barrier)
-            stage.advance()
+            sides.append(
+                (rows.atom, *tma_partition_statistics(rows, smem.statistics, self.config.chunk, p.head, p.batch))
+            )
+        return sides
 
     @cute.jit
     def help(self, outputs, smem, pipe, at, warp):
@@ -168,43 +239,82 @@ class Scan:
 
     @cute.jit
     def carry_state(self, smem, pipe, at):
-        """The state warpgroup: publish the state before the first chunk (zero), then absorb a chunk and publish, and so on.
-
-        The last chunk is not absorbed: nobody asks for the state behind it.
-        """
+        """The state warpgroup."""
         c = self.config
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         g = self.state_parts(smem, thread)
-        for block in g.state:
-            block.fill(0.0)
-        g.gram.fill(0.0)
         write_ones(SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim), thread, c.chunk)
         g.normaliser.clear(thread)
-        sync.wait(Barrier.STATE, 0, WARPGROUP)
-        self.publish(g, at, Int32(0))
-        ahead = c.feature_tiles == 2
-        stage = sync.consumer_state(c.stages)
-        if cutlass.const_expr(ahead):
-            pipe.consumer_wait(stage)
-            self.build_features(g, at, stage.index, 0)
-        for step in cutlass.range(at.chunks - 1, unroll=1):
-            tile = step % 2 if cutlass.const_expr(ahead) else 0
-            if cutlass.const_expr(not ahead):
-                pipe.consumer_wait(stage)
-                sync.wait(Barrier.STATE, 0, WARPGROUP)  # every warp is done with the product that reads the only tile
-                self.build_features(g, at, stage.index, tile)
-            self.issue_update(g, stage.index, tile)
-            if cutlass.const_expr(ahead):
-                upcoming = stage.clone()
-                upcoming.advance()
-                pipe.consumer_wait(upcoming)
-                self.build_features(g, at, upcoming.index, 1 - tile)
-            self.publish(g, at, (step + 1) % 2)
-            pipe.consumer_release(stage)
-            stage.advance()
+        for number in cutlass.range(at.pieces, unroll=1):
+            self.carry_piece(g, pipe, self.piece(at, number))
 
-    def state_parts(self, smem, thread):
-        """Operands, accumulators and tiles of the state warpgroup."""
+    @cute.jit
+    def carry_piece(self, g, pipe, p):
+        """Publish the state before the first chunk, then absorb a chunk and publish, and so on.
+
+        The last chunk is absorbed only if another CTA goes on from here: nobody else asks for the state behind it.
+        """
+        self.start_state(g, p)
+        self.publish(g, p, Int32(0))
+        stage = sync.consumer_state(self.config.stages, p.position)
+        self.absorb_all_but_last(g, pipe, p, stage, p.count)
+        stage = sync.consumer_state(self.config.stages, p.position + p.count - 1)
+        if cutlass.const_expr(not self.config.ahead):
+            pipe.consumer_wait(stage)
+        if (p.chained > 0) & (p.step + p.count < p.chunks):
+            self.absorb_last(g, p, stage, p.count)
+            save_state((*g.state, g.gram), self.slot(p, p.cta), g.thread)
+            sync.raise_flag(p.flags.iterator.toint() + 4 * p.cta, g.thread)
+        pipe.consumer_release(stage)
+
+    @cute.jit
+    def start_state(self, g, p):
+        """Zero, or what the CTA before this one left, once every warp is done with the piece before."""
+        if p.step > 0:
+            cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
+            if p.chained > 0:
+                sync.await_flag(p.flags.iterator.toint() + 4 * (p.cta - 1), g.thread)
+        load_state((*g.state, g.gram), self.slot(p, p.cta - 1), g.thread, p.step)
+        sync.wait(Barrier.STATE, g.group, WARPGROUP)
+
+    @cute.jit
+    def absorb_all_but_last(self, g, pipe, p, stage, count):
+        """Absorb `count` - 1 chunks, publishing after each: every one, or with several state warpgroups every second, from
+        `stage` on. With two feature tiles the features of the last one are built too."""
+        c, stride = self.config, self.config.state_warpgroups
+        if cutlass.const_expr(c.ahead):
+            pipe.consumer_wait(stage)
+            self.build_features(g, p, stage.index, 0)
+        for turn in cutlass.range(count - 1, unroll=1):
+            tile = turn % 2 if cutlass.const_expr(c.ahead) else 0
+            if cutlass.const_expr(not c.ahead):
+                pipe.consumer_wait(stage)
+                sync.wait(Barrier.STATE, g.group, WARPGROUP)  # every warp is done with the product that reads the only tile
+                self.build_features(g, p, stage.index, tile)
+            self.issue_update(g, stage.index, tile)
+            if cutlass.const_expr(c.ahead):
+                upcoming = sync.advanced(stage, stride)
+                pipe.consumer_wait(upcoming)
+                self.build_features(g, p, upcoming.index, 1 - tile)
+            self.publish(g, p, (turn + 1) % max(c.token_warpgroups, 1))
+            pipe.consumer_release(stage)
+            stage = sync.advanced(stage, stride)
+
+    def absorb_last(self, g, p, stage, count):
+        """The last of `count` chunks, from `stage`, which has been waited for."""
+        tile = (count - 1) % 2 if self.config.ahead else 0
+        if not self.config.ahead:
+            sync.wait(Barrier.STATE, g.group, WARPGROUP)
+            self.build_features(g, p, stage.index, tile)
+        self.issue_update(g, stage.index, tile)
+        warpgroup.wait_group(0)
+
+    def slot(self, p, number):
+        """Address of a stored state: that which CTA `number` leaves."""
+        return p.states.iterator.toint() + Int64(number) * (4 * state_size(self.config.key_dim, self.config.value_dim))
+
+    def state_parts(self, smem, thread, group=0):
+        """Operands, accumulators and tiles of a state warpgroup."""
         c = self.config
         rows, values = (smem.q, smem.do) if self.backward else (smem.k, smem.v)
         panels = cute.flat_divide(values, (c.chunk, 64))  # (C, 64, 1, V / 64, stage)
@@ -212,18 +322,22 @@ class Scan:
             Product(c.features, panels[None, None, 0, block, None], smem.phi, a_transposed=True, b_transposed=True)
             for block in range(c.value_dim // 64)
         ]
-        normaliser = Normaliser(smem.gram, rows)
-        return SimpleNamespace(
+        gram_update = Product(16, b=rows, b_transposed=True)
+        parts = SimpleNamespace(
             thread=thread,
+            group=group,
             updates=updates,  # S^T (V x F) += x^T (V x C) phi (C x F), 64 rows each
-            normaliser=normaliser,  # G += y^T y
+            gram_update=gram_update,  # G += y^T y
             state=[update.accumulator() for update in updates],
-            gram=normaliser.update.accumulator(),
-            state_tile=SwizzledTile(smem.state.iterator.toint(), c.value_dim, c.features),
+            gram=gram_update.accumulator(),
             phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features),
             rows=SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim),
             statistics=smem.statistics.iterator.toint() if self.backward else None,
         )
+        if c.token_warpgroups:
+            parts.normaliser = Normaliser(smem.gram)
+            parts.state_tile = SwizzledTile(smem.state.iterator.toint(), c.value_dim, c.features)
+        return parts
 
     def chunk_rows(self, g, stage):
         """The state's row tile (k or q) and the address of its (r, h), in `stage`."""
@@ -235,27 +349,34 @@ class Scan:
         """phi of the chunk in `stage` into feature tile `tile`."""
         c, thread = self.config, recompute(g.thread)
         rows, statistics = self.chunk_rows(g, stage)
-        target = g.phi_tile.at(tile * (2 * c.chunk * c.features))
+        target = g.phi_tile.at(self.tile_number(g, tile) * (2 * c.chunk * c.features))
         products = self.state_products(at, statistics, thread % c.chunk)
         write_features(rows, target, thread, c.key_dim, c.chunk, products)
         sync.publish()
+
+    def tile_number(self, g, tile):
+        """Number of feature tile `tile` of this state warpgroup."""
+        return g.group * self.config.feature_tiles + tile
 
     def issue_update(self, g, stage, tile):
         """S^T += x^T phi and G += y^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
 
         Passing the barrier also says that every warp has finished the product before this one: the other tile is free.
         """
-        c, gram = self.config, g.normaliser.update
+        c = self.config
         rows, statistics = self.chunk_rows(g, stage)
-        operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
-        sync.wait(Barrier.STATE, 0, WARPGROUP)
-        warpgroup.fence()
-        gram.issue(g.gram, k_steps(operand), k_steps(gram.b, stage), accumulate=True, commit=False)
-        for update, block in zip(g.updates, g.state, strict=True):
-            update.issue(block, k_steps(update.a, stage), k_steps(update.b, tile), accumulate=True)
+        phi = self.tile_number(g, tile)
+        sync.wait(Barrier.STATE, g.group, WARPGROUP)
+        for number, (update, block) in enumerate(zip(g.updates, g.state, strict=True)):
+            warpgroup.fence()
+            update.issue(block, k_steps(update.a, stage), k_steps(update.b, phi), accumulate=True, commit=number > 0)
+            if number == 0:  # its operand is built while the first product runs
+                operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
+                warpgroup.fence()
+                g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True)
 
     def publish(self, g, at, buf):
-        """Copies of the state and the normaliser for the chunk of parity `buf`, once its buffer is free: each block of 64
+        """Copies of the state and the normaliser into buffer `buf`, once it is free: each block of 64
         rows as soon as its own product is done, while the next one's still runs."""
         c, thread = self.config, recompute(g.thread)
         sync.wait(Barrier.STATE_FREE, buf, 2 * WARPGROUP)
@@ -270,31 +391,39 @@ class Scan:
 
     @cute.jit
     def take_chunks(self, outputs, smem, pipe, at):
-        """A token warpgroup: every other chunk, from the stage and the state copy of its parity."""
-        c = self.config
+        """A token warpgroup."""
         thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
-        parity = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        parts = self.token_parts(smem, parity)
-        mine = (at.chunks - parity + 1) // 2
-        stage = sync.consumer_state(c.stages)
-        if parity == 1:
-            stage.advance()
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        parts = self.token_parts(smem, group)
+        for number in cutlass.range(at.pieces, unroll=1):
+            self.take_piece(outputs, parts, thread % WARPGROUP, pipe, self.piece(at, number))
+
+    def turns(self, p, group):
+        """How many chunks of the piece warpgroup `group` takes of those that share them: every second or third."""
+        sharing = self.config.token_warpgroups or self.config.state_warpgroups
+        return (p.count - group + sharing - 1) // sharing
+
+    @cute.jit
+    def take_piece(self, outputs, parts, thread, pipe, p):
+        """Each chunk of this warpgroup from its stage and its copy of the state."""
+        c = self.config
+        mine = self.turns(p, parts.group)
         if mine > 0:
-            sync.arrive(Barrier.STATE_FREE, parity, 2 * WARPGROUP)
+            sync.arrive(Barrier.STATE_FREE, parts.group, 2 * WARPGROUP)
         for turn in cutlass.range(mine, unroll=1):
-            chunk = self.chunk_of(at, 2 * turn + parity)
-            g = self.placed(parts, thread % WARPGROUP)
+            step = c.token_warpgroups * turn + parts.group
+            chunk = self.chunk_of(p, p.step + step)
+            stage = sync.consumer_state(c.stages, p.position + step)
+            g = self.placed(parts, thread)
             pipe.consumer_wait(stage)
-            work = self.token_products(g, at, chunk, stage.index)
+            work = self.token_products(g, p, chunk, stage.index)
             if turn + 1 < mine:
-                sync.arrive(Barrier.STATE_FREE, parity, 2 * WARPGROUP)
-            g = self.placed(parts, thread % WARPGROUP)
+                sync.arrive(Barrier.STATE_FREE, parts.group, 2 * WARPGROUP)
+            g = self.placed(parts, thread)
             rows = self.own_rows(g, stage.index)
             pipe.consumer_release(stage)
-            stage.advance()
-            stage.advance()
-            results = self.token_adjoint(g, at, chunk, work, rows)
-            self.write_rows(outputs, g, at, chunk, results)
+            results = self.token_adjoint(g, p, chunk, work, rows)
+            self.write_rows(outputs, g, p, chunk, results)
 
     def own_rows(self, g, stage):
         """The rotated rows (q, in the reverse scan k) of this thread's two tokens."""

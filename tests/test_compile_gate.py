@@ -1,17 +1,23 @@
 """Every row of the table compiles for sm_90a with no GPU, and to the code that was meant: no WGMMA serialised, no spills
-beyond what the row allows, the warpgroup MMA and the bulk tensor copy in the PTX."""
+beyond what the row allows, the instructions that the row is about in the PTX, and warps that never wait for ever."""
 
+import math
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import ptx_machine
 import pytest
 
 from based_cute.kernels import config
+from based_cute.kernels.schedule import Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
@@ -20,6 +26,8 @@ import sys
 from based_cute.kernels import build, config
 build.compile_row(eval(sys.argv[1], vars(config)))
 """
+TENSOR_CORE = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "mbarrier")
+every_row = pytest.mark.parametrize("row", config.ROWS, ids=lambda row: f"{row.scan}-{row.key_dim}-{row.value_dim}")
 
 
 class Report(NamedTuple):
@@ -30,39 +38,162 @@ class Report(NamedTuple):
     ptx: str
 
 
-def compile_report(row: config.ScanConfig, directory: Path) -> Report:
+@cache
+def compile_report(row: config.ScanConfig) -> Report:
     """Compile in a process of its own: the DSL reads its environment once, and ptxas writes to the process's streams."""
-    environment = dict(
-        os.environ,
-        CUDA_VISIBLE_DEVICES="",
-        CUTE_DSL_ARCH="sm_90a",
-        CUTE_DSL_COMPILER_OPT="remarks{ptx}",
-        CUTE_DSL_KEEP="ptx",
-        CUTE_DSL_DUMP_DIR=str(directory),
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE, repr(row)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    output = run.stdout + run.stderr
-    assert run.returncode == 0, output[-3000:]
+    with tempfile.TemporaryDirectory() as directory:
+        environment = dict(
+            os.environ,
+            CUDA_VISIBLE_DEVICES="",
+            CUTE_DSL_ARCH="sm_90a",
+            CUTE_DSL_COMPILER_OPT="remarks{ptx}",
+            CUTE_DSL_KEEP="ptx",
+            CUTE_DSL_DUMP_DIR=directory,
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", COMPILE, repr(row)], env=environment, capture_output=True, text=True, timeout=600
+        )
+        output = run.stdout + run.stderr
+        assert run.returncode == 0, output[-3000:]
+        (ptx,) = (path.read_text() for path in Path(directory).glob("*.ptx"))
     spills = [int(n) for n in re.findall(r"(\d+)\s+bytes\s+spill\s+(?:stores|loads)", output)]
     assert spills, f"ptxas reported no resources:\n{output[-3000:]}"
-    (ptx,) = directory.glob("*.ptx")
-    return Report(sorted(set(re.findall(r"C75\d\d", output))), max(spills), ptx.read_text())
+    return Report(sorted(set(re.findall(r"C75\d\d", output))), max(spills), ptx)
 
 
-@pytest.mark.parametrize("row", config.ROWS, ids=lambda row: f"{row.scan}-{row.key_dim}-{row.value_dim}")
-def test_row_compiles_to_the_code_that_was_meant(row, tmp_path):
-    report = compile_report(row, tmp_path)
+@every_row
+def test_row_compiles_to_the_code_that_was_meant(row):
+    report = compile_report(row)
     assert report.remarks == []
     assert report.spilled <= row.allowed_spill
-    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "mbarrier"):
+    if row.scan == config.STATE_SUM:
+        assert "ld.global.cg.v4.b32" in report.ptx
+        return
+    for instruction in TENSOR_CORE:
         assert instruction in report.ptx
     assert f"n{row.features}k16.f32.bf16.bf16" in report.ptx  # the packed features, never the full K^2
 
 
-def test_gate_sees_serialised_products(tmp_path):
+def test_gate_sees_serialised_products():
     """A row whose state warpgroup has too few registers must come out red, or the gate above proves nothing."""
     starved = replace(config.find("forward_scan", 16, 128), state_registers=168, token_registers=160)
-    report = compile_report(starved, tmp_path)
+    report = compile_report(starved)
     assert report.remarks and report.spilled > 64
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who waits for whom, run on a machine that follows the compiled control flow (ptx_machine.py)
+
+BATCH, HEADS, CHUNKS = 2, 3, 5
+LENGTH = 64 * CHUNKS - 7
+LOADS = {  # of every pass, in the order of its parameters
+    "forward_scan": ("row", "row", "value", "value"),
+    "reverse_scan": ("row", "row", "value", "value", "statistics"),
+    "output": ("row", "row", "value"),
+    "forward_state": ("row", "value"),
+    "reverse_state": ("row", "value", "statistics"),
+    "output_state": ("row", "value"),
+}
+BOX_BYTES = {"row": 64 * 16 * 2, "value": 64 * 64 * 2, "statistics": 64 * 2 * 4}
+SCHEDULES = {
+    "one CTA a sequence": Schedule(6, 5, 5, "zero"),
+    "chained, one cut a sequence": Schedule(4, 8, 5, "chained"),
+    "chained, one cut at a boundary": Schedule(2, 15, 5, "chained"),
+    "chained, one CTA": Schedule(1, 30, 5, "chained"),
+    "summed, a chunk a CTA": Schedule(30, 1, 5, "summed"),
+    "summed, with room after the last range": Schedule(18, 2, 6, "summed"),
+}
+
+
+class Unread(dict):
+    """A tensor's pointer and strides: they decide no warp's way."""
+
+    def __missing__(self, offset):
+        return 1 << 32
+
+
+def run_pass(row: config.ScanConfig, schedule: Schedule) -> tuple[ptx_machine.Machine, list[ptx_machine.Cta], list[int]]:
+    """The machine after one launch, its CTAs, and the parameters that are TMA descriptors."""
+    program = ptx_machine.parse(compile_report(row).ptx)
+    ptx_machine.slice_control(program)
+    scalars = [i for i, size in enumerate(program.sizes) if size == 4]
+    descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
+    problem = (LENGTH, HEADS, BATCH * HEADS, 0, schedule.stride, schedule.chunks_per_cta, int(schedule.states == "chained"))
+    parameters = defaultdict(Unread, zip(scalars, problem, strict=True))
+    parameters[scalars[-1] + 2] = Unread({0: 1 << 40})  # the flags
+    boxes = {i: BOX_BYTES[kind] for i, kind in zip(descriptors, LOADS[row.scan], strict=False)}
+    machine = ptx_machine.Machine(program, row.threads, parameters, boxes)
+    return machine, machine.run(schedule.ctas), descriptors
+
+
+def boxes_of(kind: str, row: config.ScanConfig, batch: int, head: int, chunk: int) -> list[tuple[int, ...]]:
+    """The coordinates of the boxes that a chunk of a tensor is copied in."""
+    if kind == "statistics":
+        return [(2 * 64 * chunk, head, batch)]
+    columns = range(0, row.value_dim if kind == "value" else 1, 64)
+    return [(column, 64 * chunk, head, batch) for column in columns]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+@pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.SCANS], ids=lambda row: row.name)
+def test_every_chunk_is_scanned_once(row, schedule):
+    machine, ctas, descriptors = run_pass(row, schedule)
+    places = [(b, h, c) for b in range(BATCH) for h in range(HEADS) for c in range(CHUNKS)]
+    copies = Counter(copy for cta in ctas for copy in cta.copies)
+    expected = Counter(
+        ("load", descriptor, box)
+        for descriptor, kind in zip(descriptors, LOADS[row.scan], strict=False)
+        for place in places
+        for box in boxes_of(kind, row, *place)
+    )
+    if row.scan == "reverse_scan":
+        expected.update(("store", descriptors[-1], box) for place in places for box in boxes_of("value", row, *place))
+    assert Counter({copy: n for copy, n in copies.items() if row.scan != "output" or copy[0] == "load"}) == expected
+    cuts = sum(1 for cta in range(1, schedule.ctas) if cta * schedule.chunks_per_cta % schedule.stride)
+    assert len(machine.memory) == (cuts if schedule.states == "chained" else 0)  # a flag for each cut inside a sequence ...
+    assert not any(machine.memory.values())  # ... and lowered again for the next pass
+
+
+@pytest.mark.parametrize("schedule", [x for x in SCHEDULES.values() if x.states == "summed"], ids=lambda x: f"{x.ctas}")
+@pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.STATES], ids=lambda row: row.name)
+def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
+    _, ctas, descriptors = run_pass(row, schedule)
+    for cta in ctas:
+        sequence, first = divmod(cta.index * schedule.chunks_per_cta, schedule.stride)
+        steps = range(first, min(first + schedule.chunks_per_cta, CHUNKS))
+        if first + schedule.chunks_per_cta == schedule.stride:
+            steps = ()
+        chunks = [CHUNKS - 1 - step for step in steps] if row.scan == "reverse_state" else steps
+        expected = Counter(
+            ("load", descriptor, box)
+            for descriptor, kind in zip(descriptors, LOADS[row.scan], strict=False)
+            for chunk in chunks
+            for box in boxes_of(kind, row, *divmod(sequence, HEADS), chunk)
+        )
+        assert Counter(cta.copies) == expected
+
+
+def test_machine_sees_a_hang():
+    """The loads of one stage fewer than the ring has: the state warpgroup waits for bytes that never come."""
+    row = config.find("forward_scan", 16, 128)
+    program = ptx_machine.parse(compile_report(row).ptx)
+    names = [instruction.name for instruction in program.instructions]
+    first_load = next(i for i, name in enumerate(names) if name.startswith("cp.async.bulk.tensor") and "mbarrier" in name)
+    program.instructions[first_load] = ptx_machine.Instruction(None, "nop", ())
+    ptx_machine.slice_control(program)
+    scalars = [i for i, size in enumerate(program.sizes) if size == 4]
+    parameters = defaultdict(Unread, zip(scalars, (LENGTH, 1, 1, 0, CHUNKS, CHUNKS, 0), strict=True))
+    descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
+    boxes = {i: BOX_BYTES[kind] for i, kind in zip(descriptors, LOADS[row.scan], strict=True)}
+    with pytest.raises(ptx_machine.Stuck, match=r"warp 4 waits for mbarrier"):
+        ptx_machine.Machine(program, row.threads, parameters, boxes).run(1)
+
+
+def test_machine_sees_registers_that_are_not_there():
+    program = ptx_machine.parse(".visible .entry f(.param .u32 f_param_0) { setmaxnreg.inc.sync.aligned.u32 120; ret; }")
+    with pytest.raises(AssertionError, match="setmaxnreg.inc.sync.aligned.u32 120 after a launch with 128"):
+        ptx_machine.Machine(program, 512, {}, {}).run(1)
+
+
+def test_schedules_of_these_tests_cover_the_tape():
+    assert all(x.ctas == math.ceil(BATCH * HEADS * x.stride / x.chunks_per_cta) for x in SCHEDULES.values())

@@ -74,6 +74,12 @@ def float_of(word):
     return _bits_to_float(word)
 
 
+@dsl_user_op
+def bits_of(value, *, loc=None, ip=None):
+    """The 32-bit word of an fp32 value."""
+    return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
 def unpack2(word):
     """[low, high] of a packed bf16 pair as fp32, exactly."""
     return [_bits_to_float(Int32(word) << 16), _bits_to_float(Int32(word) & Int32(-65536))]
@@ -171,3 +177,45 @@ def stg64(address, a, b, *, loc=None, ip=None):
     """Two fp32 values, 8-byte aligned."""
     operands = [Int64(address).ir_value(loc=loc, ip=ip), *_floats((a, b), loc, ip)]
     _asm(None, operands, "st.global.v2.f32 [$0], {$1,$2};", "l,f,f", loc, ip, memory=True)
+
+
+@dsl_user_op
+def stg128(address, a, b, c, d, *, loc=None, ip=None):
+    """Four fp32 values, 16-byte aligned."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *_floats((a, b, c, d), loc, ip)]
+    _asm(None, operands, "st.global.v4.f32 [$0], {$1,$2,$3,$4};", "l,f,f,f,f", loc, ip, memory=True)
+
+
+@dsl_user_op
+def ldg128_or_zeros(address, wanted, *, loc=None, ip=None):
+    """Four words, 16-byte aligned, from the L2, since another SM may have written them; zeros where `wanted` is 0.
+
+    A predicate and no branch: ptxas serialises a product (C7515) whose accumulator comes from two sides of a branch."""
+    text = """{
+    .reg .pred wanted; setp.ne.s32 wanted, $5, 0;
+    mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+    @wanted ld.global.cg.v4.b32 {$0,$1,$2,$3}, [$4];
+    }"""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *_words((wanted,), loc, ip)]
+    result = llvm.StructType.get_literal([T.i32()] * 4)
+    out = _asm(result, operands, text, "=&r,=&r,=&r,=&r,l,r", loc, ip, memory=True)
+    return [Int32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def store_release(address, word, *, loc=None, ip=None):
+    """One word, after everything this thread wrote or saw written before, for the whole GPU."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), *_words((word,), loc, ip)]
+    _asm(None, operands, "st.release.gpu.global.b32 [$0], $1;", "l,r", loc, ip, memory=True)
+
+
+@dsl_user_op
+def spin_while_zero(address, *, loc=None, ip=None):
+    """Wait until the word is not zero; what its writer released with it is then visible."""
+    text = """{
+    .reg .pred zero; .reg .b32 word;
+    again: ld.acquire.gpu.global.b32 word, [$0];
+    setp.eq.s32 zero, word, 0;
+    @zero bra again;
+    }"""
+    _asm(None, [Int64(address).ir_value(loc=loc, ip=ip)], text, "l", loc, ip, memory=True)

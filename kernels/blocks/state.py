@@ -7,17 +7,21 @@ Warps 2 and 3 repeat warp 0.
 """
 
 import cutlass.cute as cute
+from cutlass import Int64
 
 from .gemm import Product, k_steps, register_operand
 from .ptx import (
     ONE_ZERO,
     ONES,
+    bits_of,
     float_of,
+    ldg128_or_zeros,
     ldmatrix4_transposed,
     lds128,
     mul2,
     pack2,
     pick_word,
+    stg128,
     stmatrix4,
     sts32,
     sts128,
@@ -40,6 +44,42 @@ def publish_state(acc, tile: SwizzledTile, first: int, thread, features: int):
         stmatrix4(address + first * tile.width, *words)
 
 
+def save_state(accumulators, address, thread):
+    """The accumulators of 128 threads to fp32 at `address`, as (registers / 4, 128, 4): 16 bytes a thread and store."""
+    for number, values in enumerate(quadruples(accumulators)):
+        stg128(address + (16 * 128) * number + 16 * Int64(thread), *values)
+
+
+def stash_state(accumulators, address, thread):
+    """As `save_state`, to shared memory."""
+    for number, values in enumerate(quadruples(accumulators)):
+        sts128(address + (16 * 128) * number + 16 * thread, *(bits_of(value) for value in values))
+
+
+def save_sum(accumulators, stash, address, thread):
+    """`save_state` of the accumulators plus what another warpgroup has stashed."""
+    for number, values in enumerate(quadruples(accumulators)):
+        others = lds128(stash + (16 * 128) * number + 16 * thread)
+        sums = [value + float_of(other) for value, other in zip(values, others, strict=True)]
+        stg128(address + (16 * 128) * number + 16 * Int64(thread), *sums)
+
+
+def load_state(accumulators, address, thread, wanted):
+    """What `save_state` stored, bit for bit, into accumulators of the same shapes; zeros where `wanted` is 0."""
+    number = 0
+    for acc in accumulators:
+        for i in range(0, cute.size(acc), 4):
+            values = ldg128_or_zeros(address + (16 * 128) * number + 16 * Int64(thread), wanted)
+            for j in range(4):
+                acc[i + j] = float_of(values[j])
+            number += 1
+
+
+def quadruples(accumulators):
+    """The registers of several accumulators in order, four at a time."""
+    return [[acc[i + j] for j in range(4)] for acc in accumulators for i in range(0, cute.size(acc), 4)]
+
+
 def gram_operand(tile: SwizzledTile, thread, tokens: int, statistics=None):
     """The A operand (x^T; weights) of the normaliser's product over the rows of the tile; the weights are 1, or the h of
     the (r, h) rows at `statistics`, as bf16."""
@@ -60,7 +100,7 @@ def gram_operand(tile: SwizzledTile, thread, tokens: int, statistics=None):
 
 
 class Normaliser:
-    """The normaliser in shared memory: for each of two buffers four (16, 16) bf16 tiles.
+    """The normaliser in shared memory: for each of `buffers` buffers four (16, 16) bf16 tiles.
 
     HIGH, LOW   G in two terms
     COLUMNS     sum n in three terms, the first entries of row n: tokens get the sums by a product with a tile of ones
@@ -73,14 +113,13 @@ class Normaliser:
     TILES = 4
     TILE = 2 * 16 * 16
 
-    def __init__(self, gram, rows):
-        """gram: (16, 16, TILES * buffers) shared tiles; rows: x tiles (chunk, 16, stage)."""
-        self.base = gram.iterator.toint()
-        self.update = Product(16, b=rows, b_transposed=True)
+    def __init__(self, gram):
+        """gram: (16, 16, TILES * buffers) shared tiles."""
+        self.base, self.buffers = gram.iterator.toint(), cute.size(gram.shape[2]) // self.TILES
 
     def clear(self, thread):
         """Zeros everywhere, by 128 threads; a barrier among them must follow."""
-        for i in range(2 * self.TILES * self.TILE // (16 * 128)):
+        for i in range(self.buffers * self.TILES * self.TILE // (16 * 128)):
             sts128(self.base + (thread + 128 * i) * 16, 0, 0, 0, 0)
 
     @cute.jit

@@ -4,34 +4,56 @@ import enum
 
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
+from cutlass import Int32, Uint32
+
+from .ptx import spin_while_zero, store_release
 
 WARP = 32
 WARPGROUP = 128
 
 
 class Barrier(enum.IntEnum):
-    """Named barriers; 0 belongs to __syncthreads. Those of a pair are indexed by the parity of the chunk, which is also the
-    token warpgroup that takes the chunk and the buffer its state copy is in."""
+    """Named barriers; 0 belongs to __syncthreads. Each stands for two or three, one per warpgroup of its kind: a token
+    warpgroup's number is also that of the buffer its copy of the state is in."""
 
-    STATE = 1  # the state warpgroup's own four warps
-    STATE_FULL = 2  # and 3: state warpgroup -> token warpgroup, the copy of the state is there
-    STATE_FREE = 4  # and 5: token warpgroup -> state warpgroup, the copy has been read
-    STAGED = 6  # and 7: token warpgroup -> storing warp, dv lies in shared memory
+    STATE = 1  # a state warpgroup's own four warps
+    STATES = 3  # both state warpgroups (segment_state.py)
+    STATE_FULL = 3  # state warpgroup -> token warpgroup: the copy of the state is there
+    STATE_FREE = 6  # token warpgroup -> state warpgroup: the copy has been read
+    STAGED = 9  # token warpgroup -> storing warp: dv lies in shared memory
 
 
-def arrive(barrier: Barrier, parity, threads: int):
+def arrive(barrier: Barrier, group, threads: int):
     """Signal without waiting; `threads` counts both sides."""
-    cute.arch.barrier_arrive(barrier_id=int(barrier) + parity, number_of_threads=threads)
+    cute.arch.barrier_arrive(barrier_id=int(barrier) + group, number_of_threads=threads)
 
 
-def wait(barrier: Barrier, parity, threads: int):
+def wait(barrier: Barrier, group, threads: int):
     """Arrive and wait for the rest."""
-    cute.arch.barrier(barrier_id=int(barrier) + parity, number_of_threads=threads)
+    cute.arch.barrier(barrier_id=int(barrier) + group, number_of_threads=threads)
 
 
 def publish():
     """Make this thread's ordinary shared-memory writes visible to WGMMA and TMA; a barrier must follow."""
     cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def raise_flag(address, thread):
+    """Say to another CTA that what this warpgroup wrote to global memory is there."""
+    cute.arch.fence_acq_rel_gpu()
+    wait(Barrier.STATE, 0, WARPGROUP)
+    if thread == 0:
+        store_release(address, 1)
+
+
+@cute.jit
+def await_flag(address, thread):
+    """Wait, as a warpgroup, until another CTA has raised the flag, and lower it for the next pass."""
+    if thread == 0:
+        spin_while_zero(address)
+        store_release(address, 0)
+    wait(Barrier.STATE, 0, WARPGROUP)
 
 
 def load_pipeline(barriers, stages: int, consumer_warps: int, bytes_per_stage: int):
@@ -48,8 +70,21 @@ def load_pipeline(barriers, stages: int, consumer_warps: int, bytes_per_stage: i
 
 
 def producer_state(stages: int):
+    """The ring as its producer sees it: the first round finds every stage empty."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
 
 
-def consumer_state(stages: int):
-    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+def consumer_state(stages: int, position):
+    """The ring as its consumers see it at chunk number `position`; unsigned, since a signed remainder takes twice as long."""
+    position = Uint32(position)
+    return pipeline.PipelineState(stages, Int32(position), Int32(position % stages), Int32(position // stages % 2))
+
+
+def advanced(stage, chunks: int):
+    """The ring `chunks` stages further on, one at a time: a remainder by the number of stages takes 30 cycles.
+
+    A value and not a change in place: the compiler carries round a loop only what the loop's own text assigns."""
+    stage = stage.clone()
+    for _ in range(chunks):
+        stage.advance()
+    return stage

@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import reference
 from .kernels import config
+from .kernels.schedule import Schedule, schedule
 
 BACKENDS = ("auto", "cute", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -471,33 +473,79 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 
 def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """The output pass on the current stream of the tensors' device."""
-    key_dim, value_dim = q.shape[3], v.shape[3]
-    scale = _resolved_scale("based_attention", scale, key_dim)
+    scale = _resolved_scale("based_attention", scale, q.shape[3])
     o, r = _empty_outputs(q, v)
     if r.numel() == 0:
         return o, r
     with _current(q.device):
-        _, output = _kernel("output", key_dim, value_dim)
-        output(_kernel_operand(q), _kernel_operand(k), _kernel_operand(v), o, r, scale)
+        q, k, v = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v)
+        _scan("output", (q, k, v, o, r), (k, v), scale, _cut(q, v))
     return o, r
 
 
 def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> Gradients:
     """Both scans on the current stream of the tensors' device; only r and h (8 bytes a token) pass between them."""
-    (batch, length, heads, key_dim), value_dim = q.shape, v.shape[3]
+    batch, length, heads, key_dim = q.shape
     scale = _resolved_scale("based_backward", scale, key_dim)
     dq, dk, dv = _empty_gradients(q, v)
     if batch * length * heads == 0:
         return dq, dk, dv
     with _current(q.device):
-        row, forward_scan = _kernel("forward_scan", key_dim, value_dim)
-        _, reverse_scan = _kernel("reverse_scan", key_dim, value_dim)
         q, k, v, do = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v), _kernel_operand(do)
-        padded_length = -(-length // row.chunk) * row.chunk
-        rh = q.new_empty((batch, heads, padded_length, 2), dtype=torch.float32)
-        forward_scan(q, k, v, do, dq, rh, scale)
-        reverse_scan(q, k, v, do, rh, dk, dv, scale)
+        cuts = _cut(q, v)
+        rh = q.new_empty((batch, heads, _chunks(length) * config.CHUNK, 2), dtype=torch.float32)
+        _scan("forward_scan", (q, k, v, do, dq, rh), (k, v), scale, cuts)
+        _scan("reverse_scan", (q, k, v, do, rh, dk, dv), (q, do, rh), scale, cuts)
     return dq, dk, dv
+
+
+class _Cuts(NamedTuple):
+    """How the sequences are cut among the SMs, and the scratch that takes: none, or one state (86 KB at K = 16, V = 128) and
+    one flag for each SM. A pass leaves the flags at zero, so that both scans of a backward can use them."""
+
+    plan: Schedule
+    states: Tensor
+    flags: Tensor
+
+
+def _cut(q: Tensor, v: Tensor) -> _Cuts:
+    (batch, length, heads, key_dim), value_dim = q.shape, v.shape[3]
+    sequences, chained_work = batch * heads, config.chained_work(key_dim)
+    plan = schedule(sequences, _chunks(length), _processors(q.device), chained_work)
+    states, flags = _no_scratch(q.device)
+    if plan.states != "zero":
+        states = q.new_empty(plan.ctas * config.state_size(key_dim, value_dim), dtype=torch.float32)
+    if plan.states == "chained":
+        flags = q.new_zeros(plan.ctas, dtype=torch.int32)
+    return _Cuts(plan, states, flags)
+
+
+def _scan(scan: str, tensors: tuple[Tensor, ...], state_inputs: tuple[Tensor, ...], scale: float, cuts: _Cuts) -> None:
+    """One pass over all sequences. `tensors` are the arguments of the pass, `state_inputs` what its state is summed from."""
+    plan, states, flags = cuts
+    key_dim, value_dim = tensors[0].shape[3], tensors[2].shape[3]
+    if plan.states == "summed":  # what every range adds, then the sums along each sequence
+        add_up_ranges = _kernel(config.state_pass(scan), key_dim, value_dim)
+        add_up_sequences = _kernel(config.STATE_SUM, key_dim, value_dim)
+        add_up_ranges(*state_inputs, scale, plan.stride, plan.chunks_per_cta, states)
+        add_up_sequences(states, plan.ctas * plan.chunks_per_cta // plan.stride, plan.stride, plan.chunks_per_cta)
+    run = _kernel(scan, key_dim, value_dim)
+    run(*tensors, scale, plan.stride, plan.chunks_per_cta, int(plan.states == "chained"), states, flags)
+
+
+def _chunks(length: int) -> int:
+    return -(-length // config.CHUNK)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _no_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The states and flags of a pass that needs none: never read, but arguments all the same."""
+    return torch.empty(4, device=device), torch.empty(4, device=device, dtype=torch.int32)
 
 
 _ALREADY_CURRENT = contextlib.nullcontext()
@@ -509,8 +557,8 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 @cache
-def _kernel(scan: str, key_dim: int, value_dim: int) -> tuple[config.ScanConfig, Callable]:
-    """The config row of a scan and its compiled kernel, loaded at its first use."""
+def _kernel(scan: str, key_dim: int, value_dim: int) -> Callable:
+    """The compiled kernel of a pass, loaded at its first use."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"based_cute: got its first call of {scan} for (K, V) = ({key_dim}, {value_dim}) inside a CUDA "
@@ -518,8 +566,7 @@ def _kernel(scan: str, key_dim: int, value_dim: int) -> tuple[config.ScanConfig,
         )
     from .kernels import build  # imports the DSL, which the CPU path does without
 
-    row = config.find(scan, key_dim, value_dim)
-    return row, build.load(row)
+    return build.load(config.find(scan, key_dim, value_dim))
 
 
 def _kernel_operand(x: Tensor) -> Tensor:

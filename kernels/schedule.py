@@ -1,0 +1,70 @@
+"""How the chunks of a problem are dealt to CTAs. Plain integers, no DSL import.
+
+The chunks of all sequences (one for each batch and head) stand one after the other on a tape, cut into equal ranges, one for
+each CTA. A CTA takes the pieces of its range from the last sequence to the first. Where a cut falls inside a sequence, the
+state must get across it:
+
+    "zero"      no cut falls inside a sequence
+    "chained"   more sequences than SMs, so that at most one cut falls into a sequence: its first part is the first thing
+                that one CTA does and its second part the last thing that the next one does, and the state waits in memory
+                in between (McNaughton's wrap-around rule). No work is done twice
+    "summed"    few: every sequence is cut into the same number of ranges, one a CTA, and the states at the cuts are computed
+                beforehand (segment_state.py), which reads a part of the inputs once more
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+# Time of a scan whose states at the cuts are computed beforehand, against that of a chunk of the scan alone: by fit to
+# (B H, T) = (64, 8192) and (32, 8192) at K = 16, V = 128, where a chunk of both scans takes 4.2 us.
+SUMMED_WORK = 1.3  # for each chunk
+SUMMED_START = 9  # and at the start
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`ctas` ranges of `chunks_per_cta` chunks (the last may be shorter) of a tape on which a sequence takes `stride` chunks,
+    and where the states at the cuts come from."""
+
+    ctas: int
+    chunks_per_cta: int
+    stride: int
+    states: str
+
+
+@cache
+def schedule(sequences: int, chunks: int, processors: int, chained_work: float) -> Schedule:
+    """The schedule of `sequences` sequences of `chunks` chunks on a card of `processors` SMs, one CTA each.
+
+    chained_work: time of a chunk in a chained scan against that of one whose CTAs walk side by side (ScanConfig).
+    """
+    waves = -(-sequences // processors)
+    if waves > 1:
+        per_cta = -(-sequences * chunks // processors)
+        if chained_work * per_cta < waves * chunks:
+            return Schedule(-(-sequences * chunks // per_cta), per_cta, chunks, "chained")
+    else:
+        per_cta = -(-chunks // (processors // sequences))
+        if SUMMED_WORK * per_cta + SUMMED_START < chunks:
+            ranges = -(-chunks // per_cta)
+            return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
+    return Schedule(sequences, chunks, chunks, "zero")
+
+
+def piece(first, last, stride, chunks, number, maximum=max, minimum=min) -> tuple:
+    """Piece `number` of the range [first, last) of the tape, the last sequence first: a piece that the next CTA continues is
+    done at once, one that continues the CTA before is left to the end.
+
+    Returns (sequence, step, count, position): its sequence, its first chunk in the order of the scan, its length, and the
+    chunks before it in this range. On the device the numbers are run-time values, with their own maximum and minimum.
+    """
+    sequence = (last - 1) // stride - number
+    start = sequence * stride
+    step = maximum(first - start, 0)
+    end = minimum(last - start, stride)
+    return sequence, step, minimum(end, chunks) - step, last - start - end
+
+
+def pieces(first, last, stride):
+    """How many sequences the range [first, last) touches."""
+    return (last - 1) // stride - first // stride + 1
