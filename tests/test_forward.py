@@ -194,24 +194,26 @@ def test_backends_that_cannot_run():
 
 
 def stand_in(scan, key_dim, value_dim):
-    """The row of the output pass and what build.load(row) returns, computed by the reference, with the contract asserted."""
+    """What build.load(row) returns for the output pass, computed by the reference, with the contract asserted."""
     assert scan == "output"
     row = config.find(scan, key_dim, value_dim)
 
-    def output(q, k, v, o, r, scale):
+    def output(q, k, v, o, r, scale, stride, chunks_per_cta, chained, states, flags):
         for x in (q, k, v, o, r):
             assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
         assert r.shape == (q.shape[0], q.shape[2], q.shape[1]) and r.dtype == torch.float32
+        assert stride == chunks_per_cta == -(-q.shape[1] // row.chunk) and not chained
         for x, y in zip((o, r), reference.chunked_forward(q, k, v, scale, chunk=row.chunk), strict=True):
             x.copy_(y)
 
-    return row, output
+    return output
 
 
 @pytest.mark.parametrize("length", [0, 1, 65, 130])
 @pytest.mark.parametrize("scale", [None, -0.3])
 def test_launch_equals_reference(monkeypatch, poisoned_memory, relayout, length, scale):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    monkeypatch.setattr(launcher, "_processors", lambda device: 132)
     monkeypatch.setattr(launcher, "_kernel", stand_in)
     views = [relayout(x) for x in inputs_of((2, length, 3, 8, 64))] if length else inputs_of((2, 0, 3, 8, 64))
     assert equal(launcher._run_forward_kernel(*views, scale), FORWARD(*views, scale))

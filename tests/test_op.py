@@ -334,16 +334,35 @@ def test_cpu_tensors_give_no_warning(inputs):
 # The launch, with stand-ins for the compiled scans
 
 
+def check_cuts(row, x, stride, chunks_per_cta, chained, states, flags):
+    """What every pass asks of its last arguments for tensors like x: room for a state of every CTA whose range ends inside a
+    sequence, and lowered flags."""
+    batch, length, heads, _ = x.shape
+    chunks = math.ceil(length / row.chunk)
+    ctas = math.ceil(batch * heads * stride / chunks_per_cta)
+    assert chunks <= stride and states.dtype == torch.float32 and flags.dtype == torch.int32
+    if chunks_per_cta % stride:
+        assert states.numel() >= ctas * config.state_size(row.key_dim, row.value_dim)
+    if chained:
+        assert stride == chunks <= chunks_per_cta and flags.numel() == ctas and not flags.any()
+
+
 def stand_in(scan, key_dim, value_dim):
-    """A row and what build.load(row) returns, computed by the reference scan, with the kernels' contract asserted."""
+    """What build.load(row) returns, computed by the reference, with the kernels' contract asserted. The states at the cuts are
+    only marked: summing passes write 1 and 2, and a scan that is cut and not chained asserts the 2."""
     row = config.find(scan, key_dim, value_dim)
 
     def check(*tensors):
         for x in tensors:
             assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
 
-    def forward_scan(q, k, v, do, dq, rh, scale):
+    def check_scan(x, stride, chunks_per_cta, chained, states, flags):
+        check_cuts(row, x, stride, chunks_per_cta, chained, states, flags)
+        assert chained or chunks_per_cta == stride or (states == 2).all()
+
+    def forward_scan(q, k, v, do, dq, rh, scale, *cuts):
         check(q, k, v, do, dq, rh)
+        check_scan(q, *cuts)
         batch, length, heads, _ = q.shape
         padded_length = math.ceil(length / row.chunk) * row.chunk
         assert rh.dtype == torch.float32 and rh.shape == (batch, heads, padded_length, 2)
@@ -351,18 +370,32 @@ def stand_in(scan, key_dim, value_dim):
         dq.copy_(new_dq)
         rh[:, :, :length] = torch.stack((r, h), -1)
 
-    def reverse_scan(q, k, v, do, rh, dk, dv, scale):
+    def reverse_scan(q, k, v, do, rh, dk, dv, scale, *cuts):
         check(q, k, v, do, rh, dk, dv)
+        check_scan(q, *cuts)
         r, h = rh[:, :, : q.shape[1]].unbind(-1)
         for x, y in zip((dk, dv), reference.reverse_scan(q, k, v, do, r, h, scale, chunk=row.chunk), strict=True):
             x.copy_(y)
 
-    return row, {"forward_scan": forward_scan, "reverse_scan": reverse_scan}[scan]
+    def state(*arguments):
+        *tensors, _, stride, chunks_per_cta, states = arguments
+        check(*tensors)
+        assert [x.shape[-1] for x in tensors] == [key_dim, value_dim, *((2,) if scan == "reverse_state" else ())]
+        assert stride % chunks_per_cta == 0
+        states.fill_(1)
+
+    def state_sum(states, sequences, stride, chunks_per_cta):
+        assert (states == 1).all()
+        assert states.numel() == sequences * stride // chunks_per_cta * config.state_size(key_dim, value_dim)
+        states.fill_(2)
+
+    return {"forward_scan": forward_scan, "reverse_scan": reverse_scan, "state_sum": state_sum}.get(scan, state)
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    monkeypatch.setattr(launcher, "_processors", lambda device: 132)
     monkeypatch.setattr(launcher, "_kernel", stand_in)
 
 
@@ -372,6 +405,16 @@ def stand_ins(monkeypatch):
 def test_launch_equals_reference(stand_ins, poisoned_memory, key_dim, value_dim, length, scale):
     inputs = accuracy.make_inputs((2, length, 3, key_dim, value_dim), "cpu")
     assert equal(launcher._run_kernels(*inputs, scale), based_backward(*inputs, scale))
+
+
+@pytest.mark.parametrize(
+    ("length", "processors", "states"), [(700, 6, "zero"), (700, 5, "chained"), (1500, 60, "summed"), (2001, 13, "summed")]
+)
+def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, states):
+    inputs = accuracy.make_inputs((2, length, 3, 16, 64), "cpu")
+    monkeypatch.setattr(launcher, "_processors", lambda device: processors)
+    assert launcher._cut(*inputs[::2]).plan.states == states
+    assert equal(launcher._run_kernels(*inputs, None), based_backward(*inputs))
 
 
 def test_launch_hands_over_packed_aligned_operands(stand_ins, relayout):

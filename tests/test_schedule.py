@@ -1,0 +1,199 @@
+"""How the chunks are dealt to CTAs: every chunk once, states that are there in time, and on a GPU the same results."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from based_cute import accuracy, based_backward, launcher
+from based_cute.kernels import config
+from based_cute.kernels.schedule import Schedule, piece, pieces, schedule
+from based_cute.launcher import based_attention
+
+DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
+every_pair = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
+
+
+def pieces_of(plan: Schedule, sequences: int, chunks: int):
+    """(cta, number, sequence, step, count, position) of every piece, as the kernels cut the tape."""
+    for cta in range(plan.ctas):
+        first = cta * plan.chunks_per_cta
+        last = min(first + plan.chunks_per_cta, sequences * plan.stride)
+        for number in range(pieces(first, last, plan.stride)):
+            yield cta, number, *piece(first, last, plan.stride, chunks, number)
+
+
+sizes = {"sequences": st.integers(1, 600), "chunks": st.integers(1, 200), "processors": st.integers(1, 140)}
+
+
+@given(**sizes, key_dim=st.sampled_from([8, 16]))
+def test_every_chunk_is_in_one_piece(sequences, chunks, processors, key_dim):
+    plan = schedule(sequences, chunks, processors, config.chained_work(key_dim))
+    seen = [
+        (sequence, chunk)
+        for _, _, sequence, step, count, _ in pieces_of(plan, sequences, chunks)
+        for chunk in range(step, step + count)
+    ]
+    assert sorted(seen) == [(sequence, chunk) for sequence in range(sequences) for chunk in range(chunks)]
+    assert plan.states == "zero" or plan.ctas <= processors
+
+
+@given(**sizes, key_dim=st.sampled_from([8, 16]))
+def test_states_are_there_when_they_are_asked_for(sequences, chunks, processors, key_dim):
+    """A piece that starts inside a sequence continues the CTA before. Chained, that CTA made the state its first piece, and
+    this one asks for it last; so no CTA waits for one that waits, and none for a later one."""
+    plan = schedule(sequences, chunks, processors, config.chained_work(key_dim))
+    cut = list(pieces_of(plan, sequences, chunks))
+    last_number = {cta: number for cta, number, *_ in cut}
+    for cta, number, sequence, step, count, _ in cut:
+        assert count > 0
+        if step > 0:
+            assert plan.states != "zero" and number == last_number[cta]
+            before = [x for x in cut if x[0] == cta - 1 and x[2] == sequence]
+            assert [x[3] + x[4] for x in before] == [step]
+            assert plan.states == "summed" or (before[0][1] == 0 and before[0][3] == 0)
+
+
+@given(**sizes)
+def test_positions_count_the_chunks_before(sequences, chunks, processors):
+    plan = schedule(sequences, chunks, processors, 1.07)
+    done: dict[int, int] = {}
+    for cta, _, _, _, count, position in pieces_of(plan, sequences, chunks):
+        assert position == done.get(cta, 0)
+        done[cta] = position + count
+
+
+@pytest.mark.parametrize(
+    ("sequences", "chunks", "states", "share"),
+    [
+        (96, 128, "zero", 128),
+        (128, 128, "zero", 128),
+        (132, 128, "zero", 128),
+        (144, 128, "chained", 140),
+        (192, 64, "chained", 94),
+        (264, 128, "zero", 128),  # two full waves
+        (8, 2048, "summed", 128),
+        (16, 32, "summed", 4),
+        (1, 4, "zero", 4),  # too short to pay for the passes that sum states
+    ],
+)
+def test_choice_on_132_processors(sequences, chunks, states, share):
+    plan = schedule(sequences, chunks, 132, config.chained_work(16))
+    assert (plan.states, plan.chunks_per_cta) == (states, share)
+
+
+def test_no_key_dim_of_8_is_chained_for_a_few_percent():
+    assert schedule(256, 128, 132, config.chained_work(8)).states == "zero"
+    assert schedule(144, 128, 132, config.chained_work(8)).states == "chained"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+def forced(states: str, share: float | None = None):
+    """A rule that always cuts as told: ranges of `share` chunks, or of that fraction of a sequence."""
+
+    def rule(sequences: int, chunks: int, processors: int, chained_work: float) -> Schedule:
+        per_cta = chunks if share is None else share if isinstance(share, int) else math.ceil(share * chunks)
+        if states == "summed":
+            ranges = math.ceil(chunks / per_cta)
+            return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
+        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, states)
+
+    return rule
+
+
+def results(monkeypatch, rule, inputs):
+    """o and the three gradients under a rule."""
+    monkeypatch.setattr(launcher, "schedule", rule)
+    q, k, v, do = inputs
+    return based_attention(q, k, v, backend="cute"), *based_backward(q, k, v, do, backend="cute")
+
+
+def errors(found, inputs):
+    q, k, v, do = inputs
+    return accuracy.measure_errors(found, (accuracy.gold_output(q, k, v), *accuracy.gold_gradients(q, k, v, do)))
+
+
+@pytest.mark.gpu
+@every_pair
+@pytest.mark.parametrize("length", [65, 1000])
+@pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 3.4, 9.0])
+def test_chained_is_bitwise_equal(monkeypatch, key_dim, value_dim, length, share):
+    inputs = accuracy.make_inputs((3, length, 3, key_dim, value_dim), "cuda")
+    expected = results(monkeypatch, forced("zero"), inputs)
+    found = results(monkeypatch, forced("chained", share), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@every_pair
+@pytest.mark.parametrize("length", [129, 1000, 4000])
+@pytest.mark.parametrize("share", [1, 3, 8])
+def test_any_number_of_segments_is_accurate(monkeypatch, key_dim, value_dim, length, share):
+    inputs = accuracy.make_inputs((1, length, 2, key_dim, value_dim), "cuda")
+    found = results(monkeypatch, forced("summed", share), inputs)
+    o, *gradients = errors(found, inputs)
+    assert o <= accuracy.OUTPUT_LIMIT and max(gradients) <= accuracy.NORMAL_INPUT_LIMIT
+
+
+@pytest.mark.gpu
+@every_pair
+@pytest.mark.parametrize("early", [1e-3, 1e3])
+def test_segments_hold_where_key_sizes_change(monkeypatch, key_dim, value_dim, early):
+    """The first half's keys 1000 times smaller, or larger, than the second's: cutting the scan adds no error."""
+    q, k, v, do = accuracy.make_inputs((1, 2000, 2, key_dim, value_dim), "cuda")
+    inputs = q, torch.cat((k[:, :1000] * min(early, 1), k[:, 1000:] / max(early, 1)), 1), v, do
+    uncut = errors(results(monkeypatch, forced("zero"), inputs), inputs)
+    found = errors(results(monkeypatch, forced("summed", 4), inputs), inputs)
+    assert all(x <= 1.05 * y + 5e-5 for x, y in zip(found, uncut, strict=True)), (found, uncut)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [forced("chained", 1.3), forced("summed", 3)], ids=["chained", "summed"])
+def test_cut_scans_are_deterministic_and_capturable(monkeypatch, rule):
+    inputs = accuracy.make_inputs((2, 1000, 5, 16, 128), "cuda")
+    expected = results(monkeypatch, rule, inputs)
+    noise, neighbour = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for _ in range(10):
+        with torch.cuda.stream(neighbour):
+            noise @ noise
+        assert all(torch.equal(x, y) for x, y in zip(results(monkeypatch, rule, inputs), expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(monkeypatch, rule, inputs)
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 20_000, 4, 16, 128), (6, 1024, 24, 16, 128), (3, 512, 50, 8, 64)], ids=str)
+def test_real_card_cuts_these(shape):
+    batch, length, heads, key_dim, _ = shape
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    plan = schedule(batch * heads, math.ceil(length / 64), processors, config.chained_work(key_dim))
+    if plan.states == "zero":
+        pytest.skip(f"not on {processors} SMs")
+    result = accuracy.check_shape(shape, "cute", "cuda")
+    assert result.passed, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [forced("chained", 1.3), forced("summed", 3)], ids=["chained", "summed"])
+def test_scratch_is_one_state_a_cta(monkeypatch, rule):
+    inputs = accuracy.make_inputs((2, 4096, 8, 16, 128), "cuda")
+    call = functools.partial(based_backward, *inputs, backend="cute")
+    monkeypatch.setattr(launcher, "schedule", rule)
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = sum(x.numel() * x.element_size() for x in call())
+    states = 4 * config.state_size(16, 128) * rule(16, 64, 132, 1.0).ctas
+    scratch = torch.cuda.max_memory_allocated() - before - outputs
+    assert states <= scratch <= states + 8 * 2 * 4096 * 8 + (1 << 20)
