@@ -167,14 +167,14 @@ def compile_row(config: ScanConfig):
 
     scale, count, states = cutlass.Float32(1.0), cutlass.Int32(1), contiguous(values)
     statistics = contiguous(batch, heads, padded, 2)
-    cuts = (scale, count, count, count, states, contiguous(slots, dtype=cutlass.Int32))
+    cuts = (scale, count, count, count, count, count, states, contiguous(slots, dtype=cutlass.Int32))
     scan, *arguments = {
         "forward_scan": (ForwardScan, key(), key(), value(), value(), key(), statistics, *cuts),
         "reverse_scan": (ReverseScan, key(), key(), value(), value(), statistics, key(), value(), *cuts),
         "output": (OutputScan, key(), key(), value(), value(), contiguous(batch, heads, tokens), *cuts),
-        "forward_state": (ForwardState, key(), value(), scale, count, count, states),
-        "reverse_state": (ReverseState, key(), value(), statistics, scale, count, count, states),
-        "output_state": (OutputState, key(), value(), scale, count, count, states),
+        "forward_state": (ForwardState, key(), value(), scale, count, count, count, states),
+        "reverse_state": (ReverseState, key(), value(), statistics, scale, count, count, count, states),
+        "output_state": (OutputState, key(), value(), scale, count, count, count, states),
         "state_sum": (StateSum, states, count, count, count),
     }[config.scan]
     scan.kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -63,15 +63,17 @@ class ForwardScan(Scan):
         dq: cute.Tensor,
         statistics: cute.Tensor,
         scale: Float32,
+        ctas: Int32,
         stride: Int32,
         chunks_per_cta: Int32,
+        late_ctas: Int32,
         chained: Int32,
         states: cute.Tensor,
         flags: cute.Tensor,
         stream,
     ):
         loads = self.loads(q=q, k=k, v=v, do=do)
-        problem = self.problem(q, scale, (stride, chunks_per_cta, chained, states, flags))
+        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, chained, states, flags))
         self.launch(self.kernel(loads, Outputs(dq, statistics), problem), problem, stream)
 
     @cute.kernel

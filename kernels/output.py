@@ -56,8 +56,10 @@ class OutputScan(Scan):
         o: cute.Tensor,
         r: cute.Tensor,
         scale: Float32,
+        ctas: Int32,
         stride: Int32,
         chunks_per_cta: Int32,
+        late_ctas: Int32,
         chained: Int32,
         states: cute.Tensor,
         flags: cute.Tensor,
@@ -65,7 +67,7 @@ class OutputScan(Scan):
     ):
         loads = self.loads(q=q, k=k, v=v)
         outputs = Outputs(tma_store(o, smem_layout(STORED), STORED), r)
-        problem = self.problem(q, scale, (stride, chunks_per_cta, chained, states, flags))
+        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, chained, states, flags))
         self.launch(self.kernel(loads, outputs, problem), problem, stream)
 
     @cute.kernel

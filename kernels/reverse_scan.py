@@ -62,8 +62,10 @@ class ReverseScan(Scan):
         dk: cute.Tensor,
         dv: cute.Tensor,
         scale: Float32,
+        ctas: Int32,
         stride: Int32,
         chunks_per_cta: Int32,
+        late_ctas: Int32,
         chained: Int32,
         states: cute.Tensor,
         flags: cute.Tensor,
@@ -73,7 +75,7 @@ class ReverseScan(Scan):
         c = self.config
         row_terms = tma_load_statistics(statistics, statistics_layout(c.chunk, c.stages), c.chunk)
         outputs = Outputs(row_terms, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
-        problem = self.problem(q, scale, (stride, chunks_per_cta, chained, states, flags))
+        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, chained, states, flags))
         self.launch(self.kernel(loads, outputs, problem), problem, stream)
 
     @cute.kernel
@@ -109,7 +111,7 @@ class ReverseScan(Scan):
         )
         stage = sync.consumer_state(c.stages, p.position + group)
         for turn in cutlass.range(self.turns(p, group), unroll=1):
-            chunk = self.chunk_of(p, p.step + c.token_warpgroups * turn + group)
+            chunk = self.chunk_of(p, c.token_warpgroups * turn + group)
             sync.wait(Barrier.STAGED, group, WARPGROUP + WARP)
             for panel in cutlass.range_constexpr(c.value_dim // 64):
                 cute.copy(outputs.dv.atom, source[None, 0, panel, stage.index], target[None, chunk, panel])

@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, select_
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .blocks import sync
 from .blocks.gemm import Product, k_steps
-from .blocks.ptx import recompute
+from .blocks.ptx import read_word, recompute, write_word
 from .blocks.state import Normaliser, gram_operand, load_state, publish_state, save_state, write_ones
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import load_rotated, write_features
@@ -44,13 +44,15 @@ from .blocks.tiles import (
     tma_partition_statistics,
 )
 from .config import ScanConfig, state_size
-from .schedule import piece, pieces
+from .schedule import piece, pieces, range_of
+
+RANGE_WORDS = 4  # first, last, stride and offset of schedule.range_of
 
 
 class Problem(NamedTuple):
     """One launch: the sizes, the factor of q.k, and how the tape is cut.
 
-    stride: chunks from one sequence to the next on the tape, which may leave room after the last one of a sequence.
+    ctas, stride, chunks_per_cta, late_ctas: as in schedule.Schedule.
     chained: whether a CTA leaves the state at the end of its range in `states` (one slot a CTA, fp32) and raises its flag (zero
     before the launch); if not, the states are there before the launch.
     """
@@ -59,8 +61,10 @@ class Problem(NamedTuple):
     heads: Int32
     sequences: Int32
     scale: Float32
+    ctas: Int32
     stride: Int32
     chunks_per_cta: Int32
+    late_ctas: Int32
     chained: Int32
     states: cute.Tensor
     flags: cute.Tensor
@@ -79,14 +83,14 @@ class Scan:
     # ---- host side, traced once per compile ----
 
     def problem(self, q, scale, cuts) -> "Problem":
-        """The problem of one launch; cuts: the fields of Problem from `stride` on."""
+        """The problem of one launch; cuts: the fields of Problem from `ctas` on."""
         batch, tokens, heads, _ = q.shape
         return Problem(tokens, heads, batch * heads, scale, *cuts)
 
     def launch(self, kernel, problem, stream):
-        """One CTA for each range of the tape, ready to start while the kernel before it drains."""
+        """All CTAs, ready to start while the kernel before them drains."""
         kernel.launch(
-            grid=[cute.ceil_div(problem.sequences * problem.stride, problem.chunks_per_cta), 1, 1],
+            grid=[problem.ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -120,6 +124,7 @@ class Scan:
         if self.backward:
             fields["statistics"] = cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk * c.stages], 128]
         fields["barriers"] = cute.struct.MemRange[Int64, 2 * c.stages]
+        fields["range"] = cute.struct.MemRange[Int32, RANGE_WORDS]
         storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
         size = storage.size_in_bytes()
         assert size == c.shared_memory, f"{c.name}: storage takes {size} bytes, config says {c.shared_memory}"
@@ -145,7 +150,7 @@ class Scan:
         }
         if self.backward:
             smem["statistics"] = storage.statistics.get_tensor(statistics_layout(c.chunk, c.stages))
-        return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr())
+        return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr(), range=storage.range.data_ptr().toint())
 
     @cute.jit
     def run(self, loads, outputs, problem):
@@ -156,52 +161,69 @@ class Scan:
             for source in loads:
                 cpasync.prefetch_descriptor(source.atom)
         smem = self.allocate()
+        if warp == 0:
+            self.write_range(problem, smem.range)
         pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, c.tile_bytes)
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:
-                self.load(loads, outputs, smem, pipe, self.place(problem))
+                self.load(loads, outputs, smem, pipe, self.place(problem, smem))
             else:
-                self.help(outputs, smem, pipe, self.place(problem), warp)
+                self.help(outputs, smem, pipe, self.place(problem, smem), warp)
         else:
             if warp < 4 + 4 * c.state_warpgroups:
                 cute.arch.setmaxregister_increase(c.state_registers)
-                self.carry_state(smem, pipe, self.place(problem))
+                self.carry_state(smem, pipe, self.place(problem, smem))
             elif cutlass.const_expr(c.token_warpgroups > 0):
                 cute.arch.setmaxregister_increase(c.token_registers)
-                self.take_chunks(outputs, smem, pipe, self.place(problem))
+                self.take_chunks(outputs, smem, pipe, self.place(problem, smem))
 
-    def place(self, problem):
-        """The problem with the range [first, last) of the tape that this CTA scans."""
-        cta = recompute(cute.arch.block_idx()[0])  # each role for itself: kept from the top it is spilled
-        first = cta * problem.chunks_per_cta
-        last = cutlass.min(first + problem.chunks_per_cta, problem.sequences * problem.stride)
+    def write_range(self, problem, address):
+        """The CTA's range of the tape, for all roles; the barrier behind the set-up of the ring makes it visible."""
+        sizes = (problem.sequences, self.chunks(problem), problem.stride, problem.chunks_per_cta, problem.late_ctas)
+        cta = cute.arch.block_idx()[0]
+        for i, word in enumerate(range_of(cta, *sizes, select_, cutlass.min)):
+            write_word(address + 4 * i, word)
+
+    def chunks(self, problem):
+        """Of one sequence."""
+        return cute.ceil_div(problem.tokens, self.config.chunk)
+
+    def place(self, problem, smem):
+        """The problem as a role sees it. The range is read from shared memory for every piece: in registers it is spilled."""
+        first, last, stride, _ = self.read_range(smem.range)
+        cta = cute.arch.block_idx()[0]
         return SimpleNamespace(
             **problem._asdict(),
-            chunks=cute.ceil_div(problem.tokens, self.config.chunk),
+            chunks=self.chunks(problem),
+            range=smem.range,
+            pieces=pieces(first, last, stride),
             cta=cta,
-            first=first,
-            last=last,
-            pieces=pieces(first, last, problem.stride),
+            source=select_(cta < problem.late_ctas, cta, cta - 1),  # whose state the last piece may start from
         )
 
+    def read_range(self, address):
+        """(first, last, stride, offset)"""
+        return [read_word(address + 4 * i) for i in range(RANGE_WORDS)]
+
     def piece(self, at, number):
-        """Piece `number` of the range: `step` and `count` are its first step and its length, `position` the chunks before it
-        in this CTA."""
-        place = piece(at.first, at.last, at.stride, at.chunks, number, cutlass.max, cutlass.min)
+        """Piece `number` of the range: `step` and `count` are its first step and its length, `chunk` the chunk of that step,
+        `position` the chunks before it in this CTA."""
+        place = piece(*self.read_range(at.range), at.chunks, number, cutlass.max, cutlass.min)
         sequence, step, count, position = place
         return SimpleNamespace(
             **vars(at),
             batch=sequence // at.heads,
             head=sequence % at.heads,
             step=step,
+            chunk=at.chunks - 1 - step if self.backward else step,
             count=count,
             position=position,
         )
 
-    def chunk_of(self, at, step):
-        """The chunk taken at step `step` of the scan over a sequence."""
-        return at.chunks - 1 - step if self.backward else step
+    def chunk_of(self, p, turn):
+        """The chunk taken at turn `turn` of a piece."""
+        return p.chunk - turn if self.backward else p.chunk + turn
 
     @cute.jit
     def load(self, loads, outputs, smem, pipe, at):
@@ -213,7 +235,7 @@ class Scan:
             p = self.piece(at, number)
             sides = self.load_sides(loads, outputs, smem, p)
             for step in cutlass.range(p.count, unroll=1):
-                chunk = self.chunk_of(p, p.step + step)
+                chunk = self.chunk_of(p, step)
                 pipe.producer_acquire(stage)
                 barrier = pipe.producer_get_barrier(stage)
                 for atom, shared, source in sides:
@@ -273,8 +295,8 @@ class Scan:
         if p.step > 0:
             cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
             if p.chained > 0:
-                sync.await_flag(p.flags.iterator.toint() + 4 * (p.cta - 1), g.thread)
-        load_state((*g.state, g.gram), self.slot(p, p.cta - 1), g.thread, p.step)
+                sync.await_flag(p.flags.iterator.toint() + 4 * p.source, g.thread)
+        load_state((*g.state, g.gram), self.slot(p, p.source), g.thread, p.step)
         sync.wait(Barrier.STATE, g.group, WARPGROUP)
 
     @cute.jit
@@ -412,7 +434,7 @@ class Scan:
             sync.arrive(Barrier.STATE_FREE, parts.group, 2 * WARPGROUP)
         for turn in cutlass.range(mine, unroll=1):
             step = c.token_warpgroups * turn + parts.group
-            chunk = self.chunk_of(p, p.step + step)
+            chunk = self.chunk_of(p, step)
             stage = sync.consumer_state(c.stages, p.position + step)
             g = self.placed(parts, thread)
             pipe.consumer_wait(stage)

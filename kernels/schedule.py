@@ -8,61 +8,79 @@ state must get across it:
     "chained"   more sequences than SMs, so that at most one cut falls into a sequence: its first part is the first thing
                 that one CTA does and its second part the last thing that the next one does, and the state waits in memory
                 in between (McNaughton's wrap-around rule). No work is done twice
-    "summed"    few: every sequence is cut into the same number of ranges, one a CTA, and the states at the cuts are computed
-                beforehand (segment_state.py), which reads a part of the inputs once more
+    "summed"    fewer sequences than SMs: they are cut, and the states at the cuts are computed beforehand (segment_state.py),
+                which reads a part of the inputs once more. At most half as many: each into the same number of ranges, one a
+                CTA. More: each in two, and a CTA takes either the long later part of one or the short first parts of several
 """
 
 from dataclasses import dataclass
 from functools import cache
 
-# Time of a scan whose states at the cuts are computed beforehand, against that of a chunk of the scan alone: by fit to
-# (B H, T) = (64, 8192) and (32, 8192) at K = 16, V = 128, where a chunk of both scans takes 4.2 us.
-SUMMED_WORK = 1.3  # for each chunk
-SUMMED_START = 9  # and at the start
+# Time of a scan whose states at the cuts are computed beforehand, in chunks of the scan alone: by fit to (B H, T) =
+# (64, 8192) and (32, 8192) at K = 16, V = 128, where a chunk of both scans takes 4.2 us.
+SUMMED_WORK = 0.3  # more for each chunk that is read twice
+SUMMED_START = 9
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`ctas` ranges of `chunks_per_cta` chunks (the last may be shorter) of a tape on which a sequence takes `stride` chunks,
-    and where the states at the cuts come from."""
+    """`ctas` CTAs. Those below `late_ctas` take one sequence each, from its chunk `stride` on; the others ranges of
+    `chunks_per_cta` chunks (the last may be shorter) of a tape on which a sequence takes `stride` chunks. `states` says where
+    the states at the cuts come from."""
 
     ctas: int
     chunks_per_cta: int
     stride: int
     states: str
+    late_ctas: int = 0
 
 
 @cache
 def schedule(sequences: int, chunks: int, processors: int, chained_work: float) -> Schedule:
     """The schedule of `sequences` sequences of `chunks` chunks on a card of `processors` SMs, one CTA each.
 
-    chained_work: time of a chunk in a chained scan against that of one whose CTAs walk side by side (ScanConfig).
+    chained_work: time of a chunk in a chained scan against that of one whose CTAs walk side by side (config.py).
     """
     waves = -(-sequences // processors)
     if waves > 1:
         per_cta = -(-sequences * chunks // processors)
         if chained_work * per_cta < waves * chunks:
             return Schedule(-(-sequences * chunks // per_cta), per_cta, chunks, "chained")
-    else:
+    elif 2 * sequences <= processors:
         per_cta = -(-chunks // (processors // sequences))
-        if SUMMED_WORK * per_cta + SUMMED_START < chunks:
+        if (1 + SUMMED_WORK) * per_cta + SUMMED_START < chunks:
             ranges = -(-chunks // per_cta)
             return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
+    elif sequences < processors:
+        several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
+        first = chunks // (several + 1)
+        if chunks - first + SUMMED_WORK * first + SUMMED_START < chunks:
+            return Schedule(sequences + -(-sequences // several), several * first, first, "summed", sequences)
     return Schedule(sequences, chunks, chunks, "zero")
 
 
-def piece(first, last, stride, chunks, number, maximum=max, minimum=min) -> tuple:
-    """Piece `number` of the range [first, last) of the tape, the last sequence first: a piece that the next CTA continues is
-    done at once, one that continues the CTA before is left to the end.
+def range_of(cta, sequences, chunks, stride, chunks_per_cta, late_ctas, select=None, minimum=min) -> tuple:
+    """(first, last, stride, offset): the CTA's range [first, last) of a tape on which a sequence takes `stride` chunks and
+    begins with its chunk `offset`. On the device the numbers are run-time values, with their own select and minimum."""
+    select = select or (lambda condition, a, b: a if condition else b)
+    late = cta < late_ctas
+    first = select(late, cta * (chunks - stride), (cta - late_ctas) * chunks_per_cta)
+    last = select(late, first + (chunks - stride), minimum(first + chunks_per_cta, sequences * stride))
+    return first, last, select(late, chunks - stride, stride), select(late, stride, 0)
+
+
+def piece(first, last, stride, offset, chunks, number, maximum=max, minimum=min) -> tuple:
+    """Piece `number` of a range, the last sequence first: a piece that the next CTA continues is done at once, one that
+    continues the CTA before is left to the end.
 
     Returns (sequence, step, count, position): its sequence, its first chunk in the order of the scan, its length, and the
-    chunks before it in this range. On the device the numbers are run-time values, with their own maximum and minimum.
+    chunks before it in this range.
     """
     sequence = (last - 1) // stride - number
     start = sequence * stride
     step = maximum(first - start, 0)
     end = minimum(last - start, stride)
-    return sequence, step, minimum(end, chunks) - step, last - start - end
+    return sequence, offset + step, minimum(end, chunks) - step, last - start - end
 
 
 def pieces(first, last, stride):

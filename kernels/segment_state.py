@@ -75,10 +75,11 @@ class SegmentState(Scan):
         """Nobody to publish for: only the product of this chunk is waited for."""
         warpgroup.wait_group(0)
 
-    def place(self, problem):
+    def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""
-        at = super().place(problem)
-        at.pieces = cutlass.select_(at.last % at.stride == 0, Int32(0), Int32(1))
+        at = super().place(problem, smem)
+        p = self.piece(at, 0)
+        at.pieces = cutlass.select_(p.step + p.count < at.chunks, Int32(1), Int32(0))
         return at
 
 
@@ -92,12 +93,13 @@ class ForwardState(SegmentState):
         k: cute.Tensor,
         v: cute.Tensor,
         scale: Float32,
+        ctas: Int32,
         stride: Int32,
         chunks_per_cta: Int32,
         states: cute.Tensor,
         stream,
     ):
-        problem = self.problem(k, scale, (stride, chunks_per_cta, Int32(0), states, states))
+        problem = self.problem(k, scale, (ctas, stride, chunks_per_cta, Int32(0), Int32(0), states, states))
         self.launch(self.kernel(self.loads(k=k, v=v), Statistics(None), problem), problem, stream)
 
     @cute.kernel
@@ -121,6 +123,7 @@ class ReverseState(SegmentState):
         do: cute.Tensor,
         statistics: cute.Tensor,
         scale: Float32,
+        ctas: Int32,
         stride: Int32,
         chunks_per_cta: Int32,
         states: cute.Tensor,
@@ -128,7 +131,7 @@ class ReverseState(SegmentState):
     ):
         c = self.config
         row_terms = tma_load_statistics(statistics, statistics_layout(c.chunk, c.stages), c.chunk)
-        problem = self.problem(q, scale, (stride, chunks_per_cta, Int32(0), states, states))
+        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, Int32(0), Int32(0), states, states))
         self.launch(self.kernel(self.loads(q=q, do=do), Statistics(row_terms), problem), problem, stream)
 
     @cute.kernel

@@ -1,9 +1,9 @@
 """A machine that runs the control flow of a compiled kernel without a GPU: loops, branches, barriers and bulk copies.
 
 Of every warp it follows lane 0 through the PTX and keeps only what decides where the warp goes and whom it waits for: integer
-arithmetic, predicates, mbarriers with their byte counts, named barriers, flags in global memory. Products and floating point
-are dropped before the run. That is enough to see a hang, a copy of the wrong chunk, or registers that are not there; all of
-these show on a GPU only as a process that never returns.
+arithmetic, predicates, mbarriers with their byte counts, named barriers, flags in global memory, volatile words in shared
+memory. Products and floating point are dropped before the run. That is enough to see a hang, a copy of the wrong chunk, or
+registers that are not there; all of these show on a GPU only as a process that never returns.
 """
 
 import re
@@ -112,7 +112,7 @@ EFFECTS = ("bra", "bar", "wait", "spin", "setmaxnreg", "griddepcontrol", "ret")
 
 
 def _is_effect(name: str) -> bool:
-    starts = ("mbarrier", "cp.async.bulk.tensor", "st.release", *EFFECTS)
+    starts = ("mbarrier", "cp.async.bulk.tensor", "st.release", "st.volatile.shared", *EFFECTS)
     return name.startswith(starts)
 
 
@@ -146,6 +146,7 @@ class Cta:
     generation: dict[int, int] = field(default_factory=dict)
     copies: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)  # ("load" | "store", parameter, coordinates)
     registers: dict[int, int] = field(default_factory=dict)  # warp -> registers a thread
+    words: dict[int, int] = field(default_factory=dict)  # volatile shared memory
 
 
 class Machine:
@@ -242,6 +243,8 @@ class Warp:
         elif name.startswith("st.release"):
             self.machine.memory[self.value(operands[0])] = self.value(operands[1])
             yield "moved"
+        elif name.startswith("st.volatile.shared"):
+            cta.words[self.value(operands[0])] = self.value(operands[1])
         elif name.startswith("setmaxnreg"):
             count, launched = self.value(operands[0]), self.machine.launch_registers
             assert count >= launched if ".inc" in name else count <= launched, f"{name} {count} after a launch with {launched}"
@@ -292,6 +295,9 @@ class Warp:
         target, *sources = operands
         operation, *kinds = name.split(".")
         kind = kinds[-1]
+        if name.startswith("ld.volatile.shared"):
+            self.values[target] = self.cta.words[self.value(sources[0])]
+            return
         if operation == "ld":
             assert name.startswith("ld.param"), f"{name} decides where a warp goes"
             self.values[target] = self.parameter(sources[0])
@@ -362,6 +368,7 @@ ARITHMETIC: dict[str, Callable] = {
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
     "not": lambda a: ~a,
+    "neg": lambda a: -a,
     "min": min,
     "max": max,
     "div": _divide,

@@ -102,6 +102,8 @@ SCHEDULES = {
     "chained, one CTA": Schedule(1, 30, 5, "chained"),
     "summed, a chunk a CTA": Schedule(30, 1, 5, "summed"),
     "summed, with room after the last range": Schedule(18, 2, 6, "summed"),
+    "summed, the later parts alone": Schedule(8, 6, 2, "summed", 6),
+    "summed, first parts in one CTA": Schedule(7, 6, 1, "summed", 6),
 }
 
 
@@ -118,7 +120,9 @@ def run_pass(row: config.ScanConfig, schedule: Schedule) -> tuple[ptx_machine.Ma
     ptx_machine.slice_control(program)
     scalars = [i for i, size in enumerate(program.sizes) if size == 4]
     descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
-    problem = (LENGTH, HEADS, BATCH * HEADS, 0, schedule.stride, schedule.chunks_per_cta, int(schedule.states == "chained"))
+    chained = int(schedule.states == "chained")
+    cuts = (schedule.ctas, schedule.stride, schedule.chunks_per_cta, schedule.late_ctas, chained)
+    problem = (LENGTH, HEADS, BATCH * HEADS, 0, *cuts)
     parameters = defaultdict(Unread, zip(scalars, problem, strict=True))
     parameters[scalars[-1] + 2] = Unread({0: 1 << 40})  # the flags
     boxes = {i: BOX_BYTES[kind] for i, kind in zip(descriptors, LOADS[row.scan], strict=False)}
@@ -154,14 +158,18 @@ def test_every_chunk_is_scanned_once(row, schedule):
     assert not any(machine.memory.values())  # ... and lowered again for the next pass
 
 
-@pytest.mark.parametrize("schedule", [x for x in SCHEDULES.values() if x.states == "summed"], ids=lambda x: f"{x.ctas}")
+SUMMED = [x for x in SCHEDULES.values() if x.states == "summed" and not x.late_ctas]
+FIRST_PARTS = [Schedule(6, 2, 2, "summed"), Schedule(6, 4, 4, "summed")]  # what the later parts start from
+
+
+@pytest.mark.parametrize("schedule", SUMMED + FIRST_PARTS, ids=lambda x: f"{x.ctas} CTAs")
 @pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.STATES], ids=lambda row: row.name)
 def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
     _, ctas, descriptors = run_pass(row, schedule)
     for cta in ctas:
         sequence, first = divmod(cta.index * schedule.chunks_per_cta, schedule.stride)
         steps = range(first, min(first + schedule.chunks_per_cta, CHUNKS))
-        if first + schedule.chunks_per_cta == schedule.stride:
+        if first + schedule.chunks_per_cta >= CHUNKS:
             steps = ()
         chunks = [CHUNKS - 1 - step for step in steps] if row.scan == "reverse_state" else steps
         expected = Counter(
@@ -182,7 +190,7 @@ def test_machine_sees_a_hang():
     program.instructions[first_load] = ptx_machine.Instruction(None, "nop", ())
     ptx_machine.slice_control(program)
     scalars = [i for i, size in enumerate(program.sizes) if size == 4]
-    parameters = defaultdict(Unread, zip(scalars, (LENGTH, 1, 1, 0, CHUNKS, CHUNKS, 0), strict=True))
+    parameters = defaultdict(Unread, zip(scalars, (LENGTH, 1, 1, 0, 1, CHUNKS, CHUNKS, 0, 0), strict=True))
     descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
     boxes = {i: BOX_BYTES[kind] for i, kind in zip(descriptors, LOADS[row.scan], strict=True)}
     with pytest.raises(ptx_machine.Stuck, match=r"warp 4 waits for mbarrier"):
@@ -196,4 +204,5 @@ def test_machine_sees_registers_that_are_not_there():
 
 
 def test_schedules_of_these_tests_cover_the_tape():
-    assert all(x.ctas == math.ceil(BATCH * HEADS * x.stride / x.chunks_per_cta) for x in SCHEDULES.values())
+    for x in SCHEDULES.values():
+        assert x.ctas - x.late_ctas == math.ceil(BATCH * HEADS * x.stride / x.chunks_per_cta)

@@ -334,31 +334,35 @@ def test_cpu_tensors_give_no_warning(inputs):
 # The launch, with stand-ins for the compiled scans
 
 
-def check_cuts(row, x, stride, chunks_per_cta, chained, states, flags):
+def check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, chained, states, flags):
     """What every pass asks of its last arguments for tensors like x: room for a state of every CTA whose range ends inside a
     sequence, and lowered flags."""
     batch, length, heads, _ = x.shape
     chunks = math.ceil(length / row.chunk)
-    ctas = math.ceil(batch * heads * stride / chunks_per_cta)
-    assert chunks <= stride and states.dtype == torch.float32 and flags.dtype == torch.int32
-    if chunks_per_cta % stride:
-        assert states.numel() >= ctas * config.state_size(row.key_dim, row.value_dim)
+    assert states.dtype == torch.float32 and flags.dtype == torch.int32
+    assert ctas - late_ctas == math.ceil(batch * heads * stride / chunks_per_cta)
+    if chunks_per_cta % stride or late_ctas:
+        assert states.numel() >= (late_ctas or ctas) * config.state_size(row.key_dim, row.value_dim)
+    assert late_ctas in (0, batch * heads) and (chunks > stride if late_ctas else chunks <= stride)
     if chained:
         assert stride == chunks <= chunks_per_cta and flags.numel() == ctas and not flags.any()
 
 
 def stand_in(scan, key_dim, value_dim):
     """What build.load(row) returns, computed by the reference, with the kernels' contract asserted. The states at the cuts are
-    only marked: summing passes write 1 and 2, and a scan that is cut and not chained asserts the 2."""
+    only marked: summing passes write 1 and 2, and a scan that is cut and not chained asserts them."""
     row = config.find(scan, key_dim, value_dim)
 
     def check(*tensors):
         for x in tensors:
             assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
 
-    def check_scan(x, stride, chunks_per_cta, chained, states, flags):
-        check_cuts(row, x, stride, chunks_per_cta, chained, states, flags)
-        assert chained or chunks_per_cta == stride or (states == 2).all()
+    def check_scan(x, ctas, stride, chunks_per_cta, late_ctas, chained, states, flags):
+        check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, chained, states, flags)
+        if late_ctas:
+            assert (states == 1).all()
+        elif not chained and chunks_per_cta != stride:
+            assert (states == 2).all()
 
     def forward_scan(q, k, v, do, dq, rh, scale, *cuts):
         check(q, k, v, do, dq, rh)
@@ -378,8 +382,9 @@ def stand_in(scan, key_dim, value_dim):
             x.copy_(y)
 
     def state(*arguments):
-        *tensors, _, stride, chunks_per_cta, states = arguments
+        *tensors, _, ctas, stride, chunks_per_cta, states = arguments
         check(*tensors)
+        assert states.numel() == ctas * config.state_size(key_dim, value_dim)
         assert [x.shape[-1] for x in tensors] == [key_dim, value_dim, *((2,) if scan == "reverse_state" else ())]
         assert stride % chunks_per_cta == 0
         states.fill_(1)
@@ -408,7 +413,8 @@ def test_launch_equals_reference(stand_ins, poisoned_memory, key_dim, value_dim,
 
 
 @pytest.mark.parametrize(
-    ("length", "processors", "states"), [(700, 6, "zero"), (700, 5, "chained"), (1500, 60, "summed"), (2001, 13, "summed")]
+    ("length", "processors", "states"),
+    [(700, 6, "zero"), (700, 5, "chained"), (1500, 60, "summed"), (2001, 13, "summed"), (6000, 8, "summed")],
 )
 def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, states):
     inputs = accuracy.make_inputs((2, length, 3, 16, 64), "cpu")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from based_cute import accuracy, based_backward, launcher
 from based_cute.kernels import config
-from based_cute.kernels.schedule import Schedule, piece, pieces, schedule
+from based_cute.kernels.schedule import Schedule, piece, pieces, range_of, schedule
 from based_cute.launcher import based_attention
 
 DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
@@ -20,10 +20,9 @@ every_pair = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
 def pieces_of(plan: Schedule, sequences: int, chunks: int):
     """(cta, number, sequence, step, count, position) of every piece, as the kernels cut the tape."""
     for cta in range(plan.ctas):
-        first = cta * plan.chunks_per_cta
-        last = min(first + plan.chunks_per_cta, sequences * plan.stride)
-        for number in range(pieces(first, last, plan.stride)):
-            yield cta, number, *piece(first, last, plan.stride, chunks, number)
+        place = range_of(cta, sequences, chunks, plan.stride, plan.chunks_per_cta, plan.late_ctas)
+        for number in range(pieces(*place[:3])):
+            yield cta, number, *piece(*place, chunks, number)
 
 
 sizes = {"sequences": st.integers(1, 600), "chunks": st.integers(1, 200), "processors": st.integers(1, 140)}
@@ -50,7 +49,9 @@ def test_states_are_there_when_they_are_asked_for(sequences, chunks, processors,
     last_number = {cta: number for cta, number, *_ in cut}
     for cta, number, sequence, step, count, _ in cut:
         assert count > 0
-        if step > 0:
+        if plan.late_ctas and step > 0:
+            assert cta == sequence < plan.late_ctas and step == plan.stride  # and slot `sequence` has the first part's state
+        elif step > 0:
             assert plan.states != "zero" and number == last_number[cta]
             before = [x for x in cut if x[0] == cta - 1 and x[2] == sequence]
             assert [x[3] + x[4] for x in before] == [step]
@@ -69,7 +70,10 @@ def test_positions_count_the_chunks_before(sequences, chunks, processors):
 @pytest.mark.parametrize(
     ("sequences", "chunks", "states", "share"),
     [
-        (96, 128, "zero", 128),
+        (96, 128, "summed", 96),  # of 128 chunks, the later 96 alone, or the first 32 of three sequences
+        (88, 128, "summed", 86),
+        (112, 128, "summed", 110),
+        (124, 128, "zero", 128),  # too little to gain
         (128, 128, "zero", 128),
         (132, 128, "zero", 128),
         (144, 128, "chained", 140),
@@ -82,7 +86,7 @@ def test_positions_count_the_chunks_before(sequences, chunks, processors):
 )
 def test_choice_on_132_processors(sequences, chunks, states, share):
     plan = schedule(sequences, chunks, 132, config.chained_work(16))
-    assert (plan.states, plan.chunks_per_cta) == (states, share)
+    assert (plan.states, max(plan.chunks_per_cta, chunks - plan.stride)) == (states, share)
 
 
 def test_no_key_dim_of_8_is_chained_for_a_few_percent():
@@ -99,12 +103,17 @@ def forced(states: str, share: float | None = None):
 
     def rule(sequences: int, chunks: int, processors: int, chained_work: float) -> Schedule:
         per_cta = chunks if share is None else share if isinstance(share, int) else math.ceil(share * chunks)
+        if states == "parted":  # the later part alone, the first parts in threes
+            return Schedule(sequences + math.ceil(sequences / 3), 3 * per_cta, per_cta, "summed", sequences)
         if states == "summed":
             ranges = math.ceil(chunks / per_cta)
             return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
         return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, states)
 
     return rule
+
+
+RULES = {"chained": forced("chained", 1.3), "summed": forced("summed", 3), "parted": forced("parted", 4)}
 
 
 def results(monkeypatch, rule, inputs):
@@ -143,6 +152,16 @@ def test_any_number_of_segments_is_accurate(monkeypatch, key_dim, value_dim, len
 
 @pytest.mark.gpu
 @every_pair
+@pytest.mark.parametrize("length", [129, 1000])
+@pytest.mark.parametrize("share", [1, 2])
+def test_two_parts_are_accurate(monkeypatch, key_dim, value_dim, length, share):
+    inputs = accuracy.make_inputs((1, length, 4, key_dim, value_dim), "cuda")
+    o, *gradients = errors(results(monkeypatch, forced("parted", share), inputs), inputs)
+    assert o <= accuracy.OUTPUT_LIMIT and max(gradients) <= accuracy.NORMAL_INPUT_LIMIT
+
+
+@pytest.mark.gpu
+@every_pair
 @pytest.mark.parametrize("early", [1e-3, 1e3])
 def test_segments_hold_where_key_sizes_change(monkeypatch, key_dim, value_dim, early):
     """The first half's keys 1000 times smaller, or larger, than the second's: cutting the scan adds no error."""
@@ -154,7 +173,7 @@ def test_segments_hold_where_key_sizes_change(monkeypatch, key_dim, value_dim, e
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [forced("chained", 1.3), forced("summed", 3)], ids=["chained", "summed"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_cut_scans_are_deterministic_and_capturable(monkeypatch, rule):
     inputs = accuracy.make_inputs((2, 1000, 5, 16, 128), "cuda")
     expected = results(monkeypatch, rule, inputs)
@@ -172,7 +191,9 @@ def test_cut_scans_are_deterministic_and_capturable(monkeypatch, rule):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 20_000, 4, 16, 128), (6, 1024, 24, 16, 128), (3, 512, 50, 8, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 20_000, 4, 16, 128), (6, 1024, 24, 16, 128), (3, 512, 50, 8, 64), (4, 4000, 24, 16, 64)], ids=str
+)
 def test_real_card_cuts_these(shape):
     batch, length, heads, key_dim, _ = shape
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -184,7 +205,7 @@ def test_real_card_cuts_these(shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [forced("chained", 1.3), forced("summed", 3)], ids=["chained", "summed"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_scratch_is_one_state_a_cta(monkeypatch, rule):
     inputs = accuracy.make_inputs((2, 4096, 8, 16, 128), "cuda")
     call = functools.partial(based_backward, *inputs, backend="cute")
@@ -194,6 +215,7 @@ def test_scratch_is_one_state_a_cta(monkeypatch, rule):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     outputs = sum(x.numel() * x.element_size() for x in call())
-    states = 4 * config.state_size(16, 128) * rule(16, 64, 132, 1.0).ctas
+    plan = rule(16, 64, 132, 1.0)
+    states = 4 * config.state_size(16, 128) * (plan.late_ctas or plan.ctas)
     scratch = torch.cuda.max_memory_allocated() - before - outputs
     assert states <= scratch <= states + 8 * 2 * 4096 * 8 + (1 << 20)

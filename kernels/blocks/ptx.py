@@ -162,6 +162,19 @@ def ldmatrix4_transposed(address, *, loc=None, ip=None):
     return [Int32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
+@dsl_user_op
+def write_word(address, word, *, loc=None, ip=None):
+    """A word that decides where warps go, and not what they compute: volatile, by which tests/ptx_machine.py knows it."""
+    _asm(None, _words((address, word), loc, ip), "st.volatile.shared.b32 [$0], $1;", "r,r", loc, ip, memory=True)
+
+
+@dsl_user_op
+def read_word(address, *, loc=None, ip=None):
+    """The word that `write_word` wrote, read again wherever it is asked for."""
+    operands = _words((address,), loc, ip)
+    return Int32(_asm(T.i32(), operands, "ld.volatile.shared.b32 $0, [$1];", "=r,r", loc, ip, memory=True))
+
+
 # ---- global memory, by 64-bit address ----
 
 

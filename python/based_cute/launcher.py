@@ -514,7 +514,8 @@ def _cut(q: Tensor, v: Tensor) -> _Cuts:
     plan = schedule(sequences, _chunks(length), _processors(q.device), chained_work)
     states, flags = _no_scratch(q.device)
     if plan.states != "zero":
-        states = q.new_empty(plan.ctas * config.state_size(key_dim, value_dim), dtype=torch.float32)
+        slots = plan.late_ctas or plan.ctas
+        states = q.new_empty(slots * config.state_size(key_dim, value_dim), dtype=torch.float32)
     if plan.states == "chained":
         flags = q.new_zeros(plan.ctas, dtype=torch.int32)
     return _Cuts(plan, states, flags)
@@ -523,14 +524,24 @@ def _cut(q: Tensor, v: Tensor) -> _Cuts:
 def _scan(scan: str, tensors: tuple[Tensor, ...], state_inputs: tuple[Tensor, ...], scale: float, cuts: _Cuts) -> None:
     """One pass over all sequences. `tensors` are the arguments of the pass, `state_inputs` what its state is summed from."""
     plan, states, flags = cuts
-    key_dim, value_dim = tensors[0].shape[3], tensors[2].shape[3]
-    if plan.states == "summed":  # what every range adds, then the sums along each sequence
-        add_up_ranges = _kernel(config.state_pass(scan), key_dim, value_dim)
-        add_up_sequences = _kernel(config.STATE_SUM, key_dim, value_dim)
-        add_up_ranges(*state_inputs, scale, plan.stride, plan.chunks_per_cta, states)
-        add_up_sequences(states, plan.ctas * plan.chunks_per_cta // plan.stride, plan.stride, plan.chunks_per_cta)
-    run = _kernel(scan, key_dim, value_dim)
-    run(*tensors, scale, plan.stride, plan.chunks_per_cta, int(plan.states == "chained"), states, flags)
+    dims = tensors[0].shape[3], tensors[2].shape[3]
+    if plan.states == "summed":
+        _sum_states(scan, dims, state_inputs, scale, plan, states)
+    layout = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, int(plan.states == "chained"))
+    _kernel(scan, *dims)(*tensors, scale, *layout, states, flags)
+
+
+def _sum_states(
+    scan: str, dims: tuple[int, int], inputs: tuple[Tensor, ...], scale: float, plan: Schedule, states: Tensor
+) -> None:
+    """The states at the cuts: what each range adds, then its sums along a sequence, unless every sequence is cut once."""
+    add_up_ranges = _kernel(config.state_pass(scan), *dims)
+    if plan.late_ctas:
+        add_up_ranges(*inputs, scale, plan.late_ctas, plan.stride, plan.stride, states)
+        return
+    add_up_ranges(*inputs, scale, plan.ctas, plan.stride, plan.chunks_per_cta, states)
+    sequences = plan.ctas * plan.chunks_per_cta // plan.stride
+    _kernel(config.STATE_SUM, *dims)(states, sequences, plan.stride, plan.chunks_per_cta)
 
 
 def _chunks(length: int) -> int:
