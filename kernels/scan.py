@@ -388,14 +388,12 @@ class Scan:
         c = self.config
         rows, statistics = self.chunk_rows(g, stage)
         phi = self.tile_number(g, tile)
+        operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
         sync.wait(Barrier.STATE, g.group, WARPGROUP)
-        for number, (update, block) in enumerate(zip(g.updates, g.state, strict=True)):
-            warpgroup.fence()
-            update.issue(block, k_steps(update.a, stage), k_steps(update.b, phi), accumulate=True, commit=number > 0)
-            if number == 0:  # its operand is built while the first product runs
-                operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
-                warpgroup.fence()
-                g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True)
+        warpgroup.fence()
+        g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True, commit=False)
+        for update, block in zip(g.updates, g.state, strict=True):
+            update.issue(block, k_steps(update.a, stage), k_steps(update.b, phi), accumulate=True)
 
     def publish(self, g, at, buf):
         """Copies of the state and the normaliser into buffer `buf`, once it is free: each block of 64
