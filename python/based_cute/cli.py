@@ -19,7 +19,7 @@ from rich.table import Table
 
 from . import accuracy, bench, launcher
 from .kernels.build import sources_sha256
-from .kernels.config import ROWS, ScanConfig
+from .kernels.config import ROWS, STATE_SUM, ScanConfig
 
 PLAIN_WIDTH = 120  # columns of output that is no terminal, where rich would assume 80 and fold cells
 PATHS = {"cute": "CuTe-DSL kernels", "torch": "torch path"}
@@ -294,7 +294,7 @@ def info(json_path: str | None) -> None:
             console.print(f"{name}: {value}")
     console.print(f"sources_sha256: {report['sources_sha256']}")
     console.print("\n".join(report["routes"]), soft_wrap=True)
-    header = ("kernel", "stages", "registers of producer, state, token", "shared memory", "spill allowed", "origin")
+    header = ("kernel", "stages", "registers", "shared memory", "spill allowed", "origin")  # of producer, state, token threads
     console.print(plain_table(header, [config_row(row) for row in ROWS]))
     write_json(report, json_path)
 
@@ -317,13 +317,10 @@ def describe() -> dict[str, object]:
 
 
 def config_row(row: ScanConfig) -> tuple[str, ...]:
-    """The cells of one configuration."""
-    registers = (row.producer_registers, row.state_registers, row.token_registers)
-    return (
-        f"{row.scan} K={row.key_dim} V={row.value_dim}",
-        str(row.stages),
-        ", ".join(map(str, registers)),
-        f"{row.shared_memory} B",
-        f"{row.allowed_spill} B",
-        row.origin,
-    )
+    """The cells of one configuration; the sum of states along a sequence has no ring and no roles."""
+    name = f"{row.scan} K={row.key_dim} V={row.value_dim}"
+    if row.scan == STATE_SUM:
+        return name, "", "", "", f"{row.allowed_spill} B", row.origin
+    registers = [row.producer_registers, row.state_registers] + [row.token_registers] * bool(row.token_warpgroups)
+    stages, shared_memory = str(row.stages), f"{row.shared_memory} B"
+    return name, stages, ", ".join(map(str, registers)), shared_memory, f"{row.allowed_spill} B", row.origin
