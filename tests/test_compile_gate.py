@@ -2,16 +2,8 @@
 beyond what the row allows, the instructions that the row is about in the PTX, and warps that never wait for ever."""
 
 import math
-import os
-import re
-import subprocess
-import sys
-import tempfile
 from collections import Counter, defaultdict
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import ptx_machine
 import pytest
@@ -21,44 +13,10 @@ from based_cute.kernels.schedule import Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
-COMPILE = """
-import sys
-from based_cute.kernels import build, config
-build.compile_row(eval(sys.argv[1], vars(config)))
-"""
+from compiled import compile_report  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
+
 TENSOR_CORE = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "mbarrier")
 every_row = pytest.mark.parametrize("row", config.ROWS, ids=lambda row: f"{row.scan}-{row.key_dim}-{row.value_dim}")
-
-
-class Report(NamedTuple):
-    """What ptxas said of a row, and the PTX it said it of."""
-
-    remarks: list[str]
-    spilled: int
-    ptx: str
-
-
-@cache
-def compile_report(row: config.ScanConfig) -> Report:
-    """Compile in a process of its own: the DSL reads its environment once, and ptxas writes to the process's streams."""
-    with tempfile.TemporaryDirectory() as directory:
-        environment = dict(
-            os.environ,
-            CUDA_VISIBLE_DEVICES="",
-            CUTE_DSL_ARCH="sm_90a",
-            CUTE_DSL_COMPILER_OPT="remarks{ptx}",
-            CUTE_DSL_KEEP="ptx",
-            CUTE_DSL_DUMP_DIR=directory,
-        )
-        run = subprocess.run(
-            [sys.executable, "-c", COMPILE, repr(row)], env=environment, capture_output=True, text=True, timeout=600
-        )
-        output = run.stdout + run.stderr
-        assert run.returncode == 0, output[-3000:]
-        (ptx,) = (path.read_text() for path in Path(directory).glob("*.ptx"))
-    spills = [int(n) for n in re.findall(r"(\d+)\s+bytes\s+spill\s+(?:stores|loads)", output)]
-    assert spills, f"ptxas reported no resources:\n{output[-3000:]}"
-    return Report(sorted(set(re.findall(r"C75\d\d", output))), max(spills), ptx)
 
 
 @every_row
@@ -111,7 +69,7 @@ class Unread(dict):
     """A tensor's pointer and strides: they decide no warp's way."""
 
     def __missing__(self, offset):
-        return 1 << 32
+        return ptx_machine.GLOBAL
 
 
 def run_pass(row: config.ScanConfig, schedule: Schedule) -> tuple[ptx_machine.Machine, list[ptx_machine.Cta], list[int]]:
@@ -154,8 +112,8 @@ def test_every_chunk_is_scanned_once(row, schedule):
         expected.update(("store", descriptors[-1], box) for place in places for box in boxes_of("value", row, *place))
     assert Counter({copy: n for copy, n in copies.items() if row.scan != "output" or copy[0] == "load"}) == expected
     cuts = sum(1 for cta in range(1, schedule.ctas) if cta * schedule.chunks_per_cta % schedule.stride)
-    assert len(machine.memory) == (cuts if schedule.states == "chained" else 0)  # a flag for each cut inside a sequence ...
-    assert not any(machine.memory.values())  # ... and lowered again for the next pass
+    assert len(machine.flags) == (cuts if schedule.states == "chained" else 0)  # a flag for each cut inside a sequence ...
+    assert not any(machine.flags.values())  # ... and lowered again for the next pass
 
 
 SUMMED = [x for x in SCHEDULES.values() if x.states == "summed" and not x.late_ctas]
@@ -167,7 +125,7 @@ FIRST_PARTS = [Schedule(6, 2, 2, "summed"), Schedule(6, 4, 4, "summed")]  # what
 def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
     _, ctas, descriptors = run_pass(row, schedule)
     for cta in ctas:
-        sequence, first = divmod(cta.index * schedule.chunks_per_cta, schedule.stride)
+        sequence, first = divmod(cta.index[0] * schedule.chunks_per_cta, schedule.stride)
         steps = range(first, min(first + schedule.chunks_per_cta, CHUNKS))
         if first + schedule.chunks_per_cta >= CHUNKS:
             steps = ()

@@ -1,0 +1,168 @@
+"""Kernels compiled without a GPU: what ptxas says of a row, and the row as a function of CPU tensors on the PTX machine."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import ptx_machine
+import torch
+from torch import Tensor
+
+from based_cute.kernels import config
+
+COMPILE = """
+import sys
+from based_cute.kernels import build, config
+build.compile_row(eval(sys.argv[1], vars(config)))
+"""
+GUARD = 1 << 10  # bytes around every tensor in the machine's global memory
+
+
+class Report(NamedTuple):
+    """What ptxas said of a row, and the PTX it said it of."""
+
+    remarks: list[str]
+    spilled: int
+    ptx: str
+
+
+@cache
+def compile_report(row: config.ScanConfig) -> Report:
+    """Compile in a process of its own: the DSL reads its environment once, and ptxas writes to the process's streams."""
+    with tempfile.TemporaryDirectory() as directory:
+        environment = dict(
+            os.environ,
+            CUDA_VISIBLE_DEVICES="",
+            CUTE_DSL_ARCH="sm_90a",
+            CUTE_DSL_COMPILER_OPT="remarks{ptx}",
+            CUTE_DSL_KEEP="ptx",
+            CUTE_DSL_DUMP_DIR=directory,
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", COMPILE, repr(row)], env=environment, capture_output=True, text=True, timeout=600
+        )
+        output = run.stdout + run.stderr
+        assert run.returncode == 0, output[-3000:]
+        (ptx,) = (path.read_text() for path in Path(directory).glob("*.ptx"))
+    spills = [int(n) for n in re.findall(r"(\d+)\s+bytes\s+spill\s+(?:stores|loads)", output)]
+    assert spills, f"ptxas reported no resources:\n{output[-3000:]}"
+    return Report(sorted(set(re.findall(r"C75\d\d", output))), max(spills), ptx)
+
+
+@cache
+def compiled_program(row: config.ScanConfig) -> ptx_machine.Program:
+    return ptx_machine.parse(compile_report(row).ptx)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A row as a function: what build.load(row) returns, for CPU tensors
+
+# The tensors of every pass by what they are in its parameters: TMA descriptors in order, then tensors read or written by
+# ordinary instructions, in order. An argument that is neither is unused by the kernel.
+DESCRIPTORS = {
+    "forward_scan": ("q", "k", "v", "do"),
+    "reverse_scan": ("q", "k", "v", "do", "rh", "dv"),
+    "output": ("q", "k", "v", "o"),
+    "forward_state": ("k", "v"),
+    "reverse_state": ("q", "do", "rh"),
+    "output_state": ("k", "v"),
+}
+STRUCTS = {"forward_scan": ("dq", "rh"), "reverse_scan": ("dk",), "output": ("r",)}
+ARGUMENTS = {
+    "forward_scan": ("q", "k", "v", "do", "dq", "rh"),
+    "reverse_scan": ("q", "k", "v", "do", "rh", "dk", "dv"),
+    "output": ("q", "k", "v", "o", "r"),
+    "forward_state": ("k", "v"),
+    "reverse_state": ("q", "do", "rh"),
+    "output_state": ("k", "v"),
+}
+
+
+def emulated(scan: str, key_dim: int, value_dim: int):
+    """A stand-in for launcher._kernel: the compiled kernel of a pass, run on the machine."""
+    row = config.find(scan, key_dim, value_dim)
+    if scan == config.STATE_SUM:
+        return lambda states, sequences, stride, chunks_per_cta: run_sum(row, states, sequences, stride, chunks_per_cta)
+    count = len(ARGUMENTS[scan])
+    return lambda *arguments: run_pass(row, dict(zip(ARGUMENTS[scan], arguments)), *arguments[count:])  # noqa: B905
+
+
+class Heap:
+    """Global memory of a launch: CPU tensors copied in, between guards, and out again."""
+
+    def __init__(self) -> None:
+        self.end, self.tensors = GUARD, []
+
+    def add(self, tensor: Tensor) -> int:
+        """The address at which the tensor will be."""
+        address = ptx_machine.GLOBAL + self.end
+        self.tensors.append((tensor, self.end))
+        self.end += -(-tensor.numel() * tensor.element_size() // GUARD) * GUARD + GUARD
+        return address
+
+    def copy_in(self, machine: ptx_machine.Machine) -> None:
+        self.untouched = np.ones(machine.memory.size * 4, bool)
+        for tensor, start in self.tensors:
+            data = tensor.contiguous().view(torch.uint8).flatten().numpy()
+            machine.memory.view(np.uint8)[start : start + data.size] = data
+            self.untouched[start : start + data.size] = False
+        self.before = machine.memory.view(np.uint8)[self.untouched].copy()
+
+    def copy_out(self, machine: ptx_machine.Machine) -> None:
+        memory = machine.memory.view(np.uint8)
+        assert (memory[self.untouched] == self.before).all(), "written outside the tensors"
+        for tensor, start in self.tensors:
+            size = tensor.numel() * tensor.element_size()
+            data = torch.from_numpy(memory[start : start + size].copy())
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def tensor_map(name: str, tensor: Tensor, scan: str) -> ptx_machine.TensorMap:
+    """The box that a pass copies of a tensor: (B, T, H, D) bf16 by 64 tokens, or (B, H, T, 2) fp32 by 64 pairs."""
+    if name == "rh":
+        return ptx_machine.TensorMap(tensor.flatten(2).numpy(), 1, 2 * config.CHUNK)
+    array = tensor.view(torch.int16).numpy().view(np.uint16).transpose(0, 2, 1, 3)
+    rows = 16 if name == "o" else config.CHUNK
+    return ptx_machine.TensorMap(array, rows, 16 if name in ("q", "k") else 64)
+
+
+def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, ctas: int, *rest) -> None:
+    """One launch of a pass, with the arguments of build.load(row) behind `tensors`."""
+    program, heap = compiled_program(row), Heap()
+    stride, chunks_per_cta, *others, states = rest[:-1] if row.scan in config.SCANS else rest
+    late_ctas, chained = others or (0, 0)
+    flags = rest[-1] if row.scan in config.SCANS else None
+    batch, length, heads, _ = next(iter(tensors.values())).shape
+    scalars = [i for i, size in enumerate(program.sizes) if size == 4]
+    problem = (length, heads, batch * heads, int(np.float32(scale).view(np.uint32)))
+    parameters = defaultdict(dict, zip(scalars, (*problem, ctas, stride, chunks_per_cta, late_ctas, chained), strict=True))
+    parameters[scalars[-1] + 1] = {0: heap.add(states)}
+    parameters[scalars[-1] + 2] = {0: 1 << 40}
+    structs = [i for i, size in enumerate(program.sizes) if size in (40, 48)]
+    for position, name in zip(structs, STRUCTS.get(row.scan, ()), strict=True):
+        strides = tensors[name].stride()
+        parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
+    descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
+    maps = {i: tensor_map(x, tensors[x], row.scan) for i, x in zip(descriptors, DESCRIPTORS[row.scan], strict=True)}
+    machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end)
+    heap.copy_in(machine)
+    machine.run(ctas)
+    heap.copy_out(machine)
+    assert flags is None or not any(machine.flags.values())
+
+
+def run_sum(row: config.ScanConfig, states: Tensor, sequences: int, stride: int, chunks_per_cta: int) -> None:
+    """One launch of the sum of states along sequences."""
+    program, heap = compiled_program(row), Heap()
+    parameters = {0: {0: heap.add(states)}, 1: stride, 2: chunks_per_cta}
+    machine = ptx_machine.Machine(program, 128, parameters, {}, heap.end)
+    heap.copy_in(machine)
+    machine.run(-(-config.state_size(row.key_dim, row.value_dim) // 512), sequences)
+    heap.copy_out(machine)

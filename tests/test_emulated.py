@@ -1,0 +1,128 @@
+"""The compiled kernels on the PTX machine, launched by the launcher itself on CPU tensors: every row computes what the fp64
+reference says, whatever the length and however the sequences are cut, and writes nothing else."""
+
+import math
+
+import pytest
+import torch
+
+from based_cute import accuracy, launcher
+from based_cute.kernels import config
+from based_cute.kernels.schedule import Schedule
+
+pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
+
+from compiled import emulated  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
+
+DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
+every_pair = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
+
+
+def uncut(sequences, chunks, *_):
+    return Schedule(sequences, chunks, chunks, "zero")
+
+
+def chained(share):
+    def rule(sequences, chunks, *_):
+        per_cta = math.ceil(share * chunks)
+        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, "chained")
+
+    return rule
+
+
+def summed(per_cta):
+    def rule(sequences, chunks, *_):
+        ranges = math.ceil(chunks / per_cta)
+        return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
+
+    return rule
+
+
+def parted(first):
+    def rule(sequences, chunks, *_):
+        return Schedule(sequences + math.ceil(sequences / 2), 2 * first, first, "summed", sequences)
+
+    return rule
+
+
+@pytest.fixture
+def machine(monkeypatch, poisoned_memory):
+    """The launcher on CPU tensors, with kernels that run on the machine and outputs full of NaN."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    monkeypatch.setattr(launcher, "_processors", lambda device: 132)
+    monkeypatch.setattr(launcher, "_kernel", emulated)
+    launcher._no_scratch.cache_clear()
+
+
+def results(inputs, scale=None):
+    """o, r and the three gradients."""
+    q, k, v, do = inputs
+    return *launcher._run_forward_kernel(q, k, v, scale), *launcher._run_kernels(q, k, v, do, scale)
+
+
+def assert_accurate(found, inputs, scale=None):
+    q, k, v, do = inputs
+    o, _, *gradients = found
+    floors = accuracy.cancellation_floors(*inputs, scale)
+    assert max(accuracy.measure_errors((o,), (accuracy.gold_output(q, k, v, scale),))) <= accuracy.OUTPUT_LIMIT
+    gold = accuracy.gold_gradients(*inputs, scale)
+    assert max(accuracy.measure_errors(tuple(gradients), gold, floors)) <= accuracy.NORMAL_INPUT_LIMIT
+
+
+@every_pair
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 129, 300])
+def test_every_row_at_every_kind_of_length(machine, monkeypatch, key_dim, value_dim, length):
+    monkeypatch.setattr(launcher, "schedule", uncut)
+    batch, heads = (4, 16) if length == 1 else (1, 2)  # rows enough for the norm of an error to be a mean
+    inputs = accuracy.make_inputs((batch, length, heads, key_dim, value_dim), "cpu")
+    assert_accurate(results(inputs), inputs)
+
+
+@every_pair
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])
+def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
+    monkeypatch.setattr(launcher, "schedule", uncut)
+    inputs = accuracy.make_inputs((1, 130, 1, key_dim, value_dim), "cpu")
+    found = results(inputs, scale)
+    if scale == 0:
+        assert not found[2].any() and not found[3].any()  # dq and dk
+    else:
+        assert_accurate(found, inputs, scale)
+
+
+@every_pair
+@pytest.mark.parametrize("share", [1.3, 2.5, 9.0])
+def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_dim, share):
+    inputs = accuracy.make_inputs((2, 200, 2, key_dim, value_dim), "cpu")
+    monkeypatch.setattr(launcher, "schedule", uncut)
+    expected = results(inputs)
+    monkeypatch.setattr(launcher, "schedule", chained(share))
+    assert all(torch.equal(x, y) for x, y in zip(results(inputs), expected, strict=True))
+
+
+@every_pair
+@pytest.mark.parametrize("rule", [summed(1), summed(2), parted(1), parted(2)], ids=["each", "pairs", "first", "first two"])
+def test_summed_scans_are_accurate(machine, monkeypatch, key_dim, value_dim, rule):
+    inputs = accuracy.make_inputs((1, 310, 3, key_dim, value_dim), "cpu")
+    monkeypatch.setattr(launcher, "schedule", rule)
+    assert_accurate(results(inputs), inputs)
+
+
+@pytest.mark.parametrize(("heads", "length"), [(1, 1500), (3, 900)])
+def test_the_rule_of_a_small_card(machine, monkeypatch, heads, length):
+    """Nothing forced but the number of SMs: one sequence on 8, three on 2."""
+    monkeypatch.setattr(launcher, "_processors", lambda device: 8 if heads == 1 else 2)
+    inputs = accuracy.make_inputs((1, length, heads, 16, 64), "cpu")
+    assert launcher._cut(*inputs[::2]).plan.states == ("summed" if heads == 1 else "chained")
+    assert_accurate(results(inputs), inputs)
+
+
+@every_pair
+def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
+    monkeypatch.setattr(launcher, "schedule", uncut)
+    q, k, v, do = accuracy.make_inputs((1, 130, 1, key_dim, value_dim), "cpu")
+    only_row = torch.zeros_like(do)
+    only_row[:, 65] = do[:, 65]
+    dq, dk, dv = launcher._run_kernels(q, k, v, only_row, None)
+    assert not dk[:, 66:].any() and not dv[:, 66:].any()
+    assert not dq[:, :65].any() and not dq[:, 66:].any()
