@@ -85,13 +85,17 @@ ARGUMENTS = {
 }
 
 
-def emulated(scan: str, key_dim: int, value_dim: int):
+def emulated(scan: str, key_dim: int, value_dim: int, *, late: bool = False):
     """A stand-in for launcher._kernel: the compiled kernel of a pass, run on the machine."""
     row = config.find(scan, key_dim, value_dim)
     if scan == config.STATE_SUM:
         return lambda states, sequences, stride, chunks_per_cta: run_sum(row, states, sequences, stride, chunks_per_cta)
     count = len(ARGUMENTS[scan])
-    return lambda *arguments: run_pass(row, dict(zip(ARGUMENTS[scan], arguments)), *arguments[count:])  # noqa: B905
+
+    def function(*arguments):
+        run_pass(row, dict(zip(ARGUMENTS[scan], arguments[:count], strict=True)), *arguments[count:], late=late)
+
+    return function
 
 
 class Heap:
@@ -133,7 +137,7 @@ def tensor_map(name: str, tensor: Tensor, scan: str) -> ptx_machine.TensorMap:
     return ptx_machine.TensorMap(array, rows, 16 if name in ("q", "k") else 64)
 
 
-def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, ctas: int, *rest) -> None:
+def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, ctas: int, *rest, late: bool = False) -> None:
     """One launch of a pass, with the arguments of build.load(row) behind `tensors`."""
     program, heap = compiled_program(row), Heap()
     stride, chunks_per_cta, *others, states = rest[:-1] if row.scan in config.SCANS else rest
@@ -151,7 +155,7 @@ def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, c
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
     descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
     maps = {i: tensor_map(x, tensors[x], row.scan) for i, x in zip(descriptors, DESCRIPTORS[row.scan], strict=True)}
-    machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end)
+    machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
     heap.copy_in(machine)
     machine.run(ctas)
     heap.copy_out(machine)

@@ -3,7 +3,8 @@
 It executes integer, fp32 and packed bf16 arithmetic, shared and global memory, WGMMA with its shared-memory descriptors,
 bulk tensor copies with their swizzles, mbarriers with their byte counts, named barriers and flags in global memory. A hang, a
 copy of the wrong chunk, registers that are not there, a barrier with the wrong count, a wrong layout or a wrong number all show
-on a CPU. What it cannot show: asynchrony. Products and copies are done at once, so a missing wait goes unseen.
+on a CPU. Loads are done at once. Products and bulk stores are done at once too, or, with `late`, only when somebody waits for
+them: whatever is read too early or overwritten too soon then shows in the numbers of one of the two runs.
 
 A run that only asks who waits for whom first drops the arithmetic (`slice_control`) and is ten times as fast.
 """
@@ -190,8 +191,9 @@ class Machine:
     """One launch. parameters: position -> value of a scalar, or {offset: value} of a struct; maps: position -> TensorMap, or
     the bytes of a box where only control flow is run."""
 
-    def __init__(self, program: Program, threads: int, parameters: dict, maps: dict, global_bytes: int = 0):
+    def __init__(self, program: Program, threads: int, parameters: dict, maps: dict, global_bytes: int = 0, late: bool = False):
         self.program, self.threads, self.parameters, self.maps = program, threads, parameters, maps
+        self.late = late
         self.memory = np.full(global_bytes // 4 + 1, 0x7FC07FC0, np.uint32)
         self.flags: dict[int, int] = {}
         self.launch_registers = 65536 // threads // 8 * 8
@@ -238,6 +240,7 @@ class Unit:
         for name, value in special.items():
             self.values[name] = np.broadcast_to(np.asarray(value, np.uint32), self.lanes)
         self.everyone = np.ones(self.lanes, bool)
+        self.groups = {"wgmma": deque([[]]), "cp": deque([[]])}  # what was issued and not waited for; the last one is open
 
     def run(self) -> Iterator[str]:
         """Yields "moved" after an effect that others may wait for, else what it waits for."""
@@ -273,6 +276,13 @@ class Unit:
                     places = np.where(mask, at, places)
                     break
 
+    def later(self, kind: str, work: Callable) -> None:
+        """Do `work` when its group is waited for, or now."""
+        if self.machine.late:
+            self.groups[kind][-1].append(work)
+        else:
+            work()
+
     def write(self, name: str, value: np.ndarray, active: np.ndarray | None) -> None:
         if active is not None:
             old = self.values.get(name)
@@ -305,7 +315,7 @@ def compile_instruction(machine: Machine, instruction: Instruction) -> tuple:
 
 
 NOTHING = ("nop", "fence", "griddepcontrol", "prefetch", "bar.warp")
-NOTHING += ("wgmma.fence", "wgmma.commit", "wgmma.wait", "cp.async.bulk.commit", "cp.async.bulk.wait")  # done at once anyway
+NOTHING += ("wgmma.fence",)
 
 
 def find(table: dict[str, Callable], name: str) -> Callable | None:
@@ -605,6 +615,26 @@ def load_matrices_transposed(machine, name, operands):
     return execute
 
 
+# ---- groups of asynchronous work ----
+
+
+def commit_group(machine, name, operands):
+    kind = name.split(".")[0]
+    return lambda unit, active: unit.groups[kind].append([])
+
+
+def wait_group(machine, name, operands):
+    kind, allowed = name.split(".")[0], int(operands[0])
+
+    def execute(unit, active):
+        groups = unit.groups[kind]
+        while len(groups) - 1 > allowed:
+            for work in groups.popleft():
+                work()
+
+    return execute
+
+
 # ---- WGMMA ----
 
 
@@ -652,11 +682,18 @@ def multiply(machine, name, operands):
 
     def execute(unit, active):
         assert active is None and unit.lanes == 128, "a product by part of a warpgroup"
-        values = [r(unit) for r in a]
-        left = register_tile(unit, values) if in_registers else descriptor_tile(unit.cta, int(values[0][0]), 64, flags[0])
-        product = left @ descriptor_tile(unit.cta, int(full(unit, b(unit))[0]), columns, flags[-1]).T
+        issued = bool(full(unit, accumulate(unit))[0]), int(full(unit, b(unit))[0])
+        descriptor = None if in_registers else int(full(unit, a[0](unit))[0])
+        unit.later("wgmma", lambda: finish(unit, *issued, descriptor))
+
+    def finish(unit, keep, b_descriptor, a_descriptor):
+        """Operands and accumulators as they are now; the descriptors were read at the issue."""
+        if in_registers:
+            left = register_tile(unit, [r(unit) for r in a])
+        else:
+            left = descriptor_tile(unit.cta, a_descriptor, 64, flags[0])
+        product = left @ descriptor_tile(unit.cta, b_descriptor, columns, flags[-1]).T
         result = product[row, column]
-        keep = bool(full(unit, accumulate(unit))[0])
         for i, register in enumerate(accumulators):
             value = floats(unit.values[register]) + result[i] if keep else result[i]
             unit.write(register, words(value), None)
@@ -679,6 +716,10 @@ HANDLERS: dict[str, Callable] = {
     "stmatrix": store_matrices,
     "ldmatrix": load_matrices_transposed,
     "wgmma.mma_async": multiply,
+    "wgmma.commit_group": commit_group,
+    "wgmma.wait_group": wait_group,
+    "cp.async.bulk.commit_group": commit_group,
+    "cp.async.bulk.wait_group": wait_group,
     **dict.fromkeys({*INTEGERS, *FLOATS}, arithmetic),
 }
 
@@ -777,7 +818,11 @@ def bulk_copy(machine, name, operands):
             unit.cta.copies.append(("load" if is_load else "store", parameter, tuple(coordinates)))
             source = machine.maps.get(parameter)
             if isinstance(source, TensorMap):
-                copy_box(unit.cta, source, tuple(coordinates), int(full(unit, shared(unit))[lane]), is_load)
+                box = unit.cta, source, tuple(coordinates), int(full(unit, shared(unit))[lane]), is_load
+                if is_load:
+                    copy_box(*box)
+                else:
+                    unit.later("cp", lambda box=box: copy_box(*box))
             if is_load:
                 barrier = unit.cta.mbarriers[int(full(unit, barrier_address(unit))[lane])]
                 barrier.bytes -= source.bytes if isinstance(source, TensorMap) else source

@@ -1,7 +1,9 @@
 """The compiled kernels on the PTX machine, launched by the launcher itself on CPU tensors: every row computes what the fp64
 reference says, whatever the length and however the sequences are cut, and writes nothing else."""
 
+import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from based_cute.kernels.schedule import Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
-from compiled import emulated  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
+import compiled  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
+from compiled import emulated  # noqa: E402
 
 DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
 every_pair = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
@@ -45,12 +48,13 @@ def parted(first):
     return rule
 
 
-@pytest.fixture
-def machine(monkeypatch, poisoned_memory):
-    """The launcher on CPU tensors, with kernels that run on the machine and outputs full of NaN."""
+@pytest.fixture(params=[False, True], ids=["early", "late"])
+def machine(request, monkeypatch, poisoned_memory):
+    """The launcher on CPU tensors, with kernels that run on the machine, asynchronous work done as early or as late as it may
+    be, and outputs full of NaN."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(launcher, "_processors", lambda device: 132)
-    monkeypatch.setattr(launcher, "_kernel", emulated)
+    monkeypatch.setattr(launcher, "_kernel", functools.partial(emulated, late=request.param))
     launcher._no_scratch.cache_clear()
 
 
@@ -126,3 +130,37 @@ def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
     dq, dk, dv = launcher._run_kernels(q, k, v, only_row, None)
     assert not dk[:, 66:].any() and not dv[:, 66:].any()
     assert not dq[:, :65].any() and not dq[:, 66:].any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the machine would see
+
+
+def without(program, name):
+    """The program less the last instruction of that name."""
+    last = max(i for i, x in enumerate(program.instructions) if x.name.startswith(name))
+    instructions = list(program.instructions)
+    instructions[last] = replace(instructions[last], guard=None, name="nop", operands=())
+    return replace(program, instructions=instructions)
+
+
+@pytest.mark.parametrize(
+    ("name", "late", "seen"),
+    [
+        ("nothing", True, False),
+        ("wgmma.mma_async", False, True),  # a product that is missing
+        ("stmatrix", False, True),  # a part of o that is not handed over
+        ("wgmma.wait_group", False, False),  # done at once, a product needs no wait ...
+        ("wgmma.wait_group", True, True),  # ... and done late it does
+    ],
+)
+def test_faults_show(monkeypatch, poisoned_memory, name, late, seen):
+    intact = compiled.compiled_program
+    if name != "nothing":
+        monkeypatch.setattr(compiled, "compiled_program", lambda row: without(intact(row), name))
+    q, k, v, _ = accuracy.make_inputs((1, 200, 1, 16, 64), "cpu")
+    o, r = v.new_empty(v.shape), torch.empty(1, 1, 200)
+    unused = torch.empty(4), torch.zeros(4, dtype=torch.int32)
+    emulated("output", 16, 64, late=late)(q, k, v, o, r, 0.25, 1, 4, 4, 0, 0, *unused)
+    error = accuracy.relative_error(o, accuracy.gold_output(q, k, v))
+    assert (not error <= accuracy.OUTPUT_LIMIT) == seen
