@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ import sys
 from based_cute.kernels import build, config
 build.compile_row(eval(sys.argv[1], vars(config)))
 """
+FLAGS = 1 << 40  # the address of the flags: outside the machine's global memory, which keeps them apart
 GUARD = 1 << 10  # bytes around every tensor in the machine's global memory
 
 
@@ -61,11 +63,20 @@ def compiled_program(row: config.ScanConfig) -> ptx_machine.Program:
     return ptx_machine.parse(compile_report(row).ptx)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A row as a function: what build.load(row) returns, for CPU tensors
+@cache
+def control_program(row: config.ScanConfig) -> ptx_machine.Program:
+    return ptx_machine.slice_control(compiled_program(row))
 
-# The tensors of every pass by what they are in its parameters: TMA descriptors in order, then tensors read or written by
-# ordinary instructions, in order. An argument that is neither is unused by the kernel.
+
+def without(program: ptx_machine.Program, name: str) -> ptx_machine.Program:
+    """The program less the last instruction of that name: a fault for tests to find."""
+    last = max(i for i, x in enumerate(program.instructions) if x.name.startswith(name))
+    instructions = list(program.instructions)
+    instructions[last] = ptx_machine.Instruction(None, "nop", ())
+    return replace(program, instructions=instructions)
+
+
+# What a pass copies in bulk, in the order of its TMA descriptors; dv and o are stored.
 DESCRIPTORS = {
     "forward_scan": ("q", "k", "v", "do"),
     "reverse_scan": ("q", "k", "v", "do", "rh", "dv"),
@@ -74,14 +85,31 @@ DESCRIPTORS = {
     "reverse_state": ("q", "do", "rh"),
     "output_state": ("k", "v"),
 }
+
+
+def descriptors_of(row: config.ScanConfig) -> dict[str, int]:
+    """The parameters that are TMA descriptors, by the tensor's name."""
+    positions = [i for i, size in enumerate(compiled_program(row).sizes) if size == 128]
+    return dict(zip(DESCRIPTORS[row.scan], positions, strict=True))
+
+
+def launch_parameters(row: config.ScanConfig, *problem: int, others: type[dict] = dict) -> tuple[dict, int]:
+    """The scalars of scan.Problem and the flags by their positions, and where the states go; `others` stands for the rest."""
+    scalars = [i for i, size in enumerate(compiled_program(row).sizes) if size == 4]
+    parameters = defaultdict(others, zip(scalars, problem, strict=True))
+    parameters[scalars[-1] + 2] = others({0: FLAGS})
+    return parameters, scalars[-1] + 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A row as a function: what build.load(row) returns, for CPU tensors
+
+# The other tensors that its code reads or writes, in order, and all of its arguments.
 STRUCTS = {"forward_scan": ("dq", "rh"), "reverse_scan": ("dk",), "output": ("r",)}
-ARGUMENTS = {
+ARGUMENTS = DESCRIPTORS | {
     "forward_scan": ("q", "k", "v", "do", "dq", "rh"),
     "reverse_scan": ("q", "k", "v", "do", "rh", "dk", "dv"),
     "output": ("q", "k", "v", "o", "r"),
-    "forward_state": ("k", "v"),
-    "reverse_state": ("q", "do", "rh"),
-    "output_state": ("k", "v"),
 }
 
 
@@ -128,7 +156,7 @@ class Heap:
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def tensor_map(name: str, tensor: Tensor, scan: str) -> ptx_machine.TensorMap:
+def tensor_map(name: str, tensor: Tensor) -> ptx_machine.TensorMap:
     """The box that a pass copies of a tensor: (B, T, H, D) bf16 by 64 tokens, or (B, H, T, 2) fp32 by 64 pairs."""
     if name == "rh":
         return ptx_machine.TensorMap(tensor.flatten(2).numpy(), 1, 2 * config.CHUNK)
@@ -144,17 +172,15 @@ def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, c
     late_ctas, chained = others or (0, 0)
     flags = rest[-1] if row.scan in config.SCANS else None
     batch, length, heads, _ = next(iter(tensors.values())).shape
-    scalars = [i for i, size in enumerate(program.sizes) if size == 4]
-    problem = (length, heads, batch * heads, int(np.float32(scale).view(np.uint32)))
-    parameters = defaultdict(dict, zip(scalars, (*problem, ctas, stride, chunks_per_cta, late_ctas, chained), strict=True))
-    parameters[scalars[-1] + 1] = {0: heap.add(states)}
-    parameters[scalars[-1] + 2] = {0: 1 << 40}
+    factor = int(np.float32(scale).view(np.uint32))
+    cuts = (ctas, stride, chunks_per_cta, late_ctas, chained)
+    parameters, states_at = launch_parameters(row, length, heads, batch * heads, factor, *cuts)
+    parameters[states_at] = {0: heap.add(states)}
     structs = [i for i, size in enumerate(program.sizes) if size in (40, 48)]
     for position, name in zip(structs, STRUCTS.get(row.scan, ()), strict=True):
         strides = tensors[name].stride()
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
-    descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
-    maps = {i: tensor_map(x, tensors[x], row.scan) for i, x in zip(descriptors, DESCRIPTORS[row.scan], strict=True)}
+    maps = {position: tensor_map(name, tensors[name]) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
     heap.copy_in(machine)
     machine.run(ctas)

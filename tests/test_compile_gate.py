@@ -2,7 +2,7 @@
 beyond what the row allows, the instructions that the row is about in the PTX, and warps that never wait for ever."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 
 import ptx_machine
@@ -13,7 +13,14 @@ from based_cute.kernels.schedule import Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
-from compiled import compile_report  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
+from compiled import (  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
+    compile_report,
+    compiled_program,
+    control_program,
+    descriptors_of,
+    launch_parameters,
+    without,
+)
 
 TENSOR_CORE = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "mbarrier")
 every_row = pytest.mark.parametrize("row", config.ROWS, ids=lambda row: f"{row.scan}-{row.key_dim}-{row.value_dim}")
@@ -44,15 +51,6 @@ def test_gate_sees_serialised_products():
 
 BATCH, HEADS, CHUNKS = 2, 3, 5
 LENGTH = 64 * CHUNKS - 7
-LOADS = {  # of every pass, in the order of its parameters
-    "forward_scan": ("row", "row", "value", "value"),
-    "reverse_scan": ("row", "row", "value", "value", "statistics"),
-    "output": ("row", "row", "value"),
-    "forward_state": ("row", "value"),
-    "reverse_state": ("row", "value", "statistics"),
-    "output_state": ("row", "value"),
-}
-BOX_BYTES = {"row": 64 * 16 * 2, "value": 64 * 64 * 2, "statistics": 64 * 2 * 4}
 SCHEDULES = {
     "one CTA a sequence": Schedule(6, 5, 5, "zero"),
     "chained, one cut a sequence": Schedule(4, 8, 5, "chained"),
@@ -72,45 +70,40 @@ class Unread(dict):
         return ptx_machine.GLOBAL
 
 
-def run_pass(row: config.ScanConfig, schedule: Schedule) -> tuple[ptx_machine.Machine, list[ptx_machine.Cta], list[int]]:
-    """The machine after one launch, its CTAs, and the parameters that are TMA descriptors."""
-    program = ptx_machine.parse(compile_report(row).ptx)
-    ptx_machine.slice_control(program)
-    scalars = [i for i, size in enumerate(program.sizes) if size == 4]
-    descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
-    chained = int(schedule.states == "chained")
-    cuts = (schedule.ctas, schedule.stride, schedule.chunks_per_cta, schedule.late_ctas, chained)
-    problem = (LENGTH, HEADS, BATCH * HEADS, 0, *cuts)
-    parameters = defaultdict(Unread, zip(scalars, problem, strict=True))
-    parameters[scalars[-1] + 2] = Unread({0: 1 << 40})  # the flags
-    boxes = {i: BOX_BYTES[kind] for i, kind in zip(descriptors, LOADS[row.scan], strict=False)}
-    machine = ptx_machine.Machine(program, row.threads, parameters, boxes)
-    return machine, machine.run(schedule.ctas), descriptors
+def bytes_of(name: str) -> int:
+    """Of one box of a tensor."""
+    return config.CHUNK * (8 if name == "rh" else 2 * (16 if name in ("q", "k") else 64))
 
 
-def boxes_of(kind: str, row: config.ScanConfig, batch: int, head: int, chunk: int) -> list[tuple[int, ...]]:
-    """The coordinates of the boxes that a chunk of a tensor is copied in."""
-    if kind == "statistics":
-        return [(2 * 64 * chunk, head, batch)]
-    columns = range(0, row.value_dim if kind == "value" else 1, 64)
-    return [(column, 64 * chunk, head, batch) for column in columns]
+def run_pass(row: config.ScanConfig, plan: Schedule, program: ptx_machine.Program | None = None) -> tuple:
+    """The machine after one launch, and its CTAs."""
+    cuts = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, int(plan.states == "chained"))
+    parameters, _ = launch_parameters(row, LENGTH, HEADS, BATCH * HEADS, 0, *cuts, others=Unread)
+    boxes = {position: bytes_of(name) for name, position in descriptors_of(row).items()}
+    machine = ptx_machine.Machine(program or control_program(row), row.threads, parameters, boxes)
+    return machine, machine.run(plan.ctas)
+
+
+def copies_of(row: config.ScanConfig, places) -> Counter:
+    """The bulk copies of chunks (batch, head, chunk), but for o, which is stored by 16 rows."""
+    expected = Counter()
+    for name, descriptor in descriptors_of(row).items():
+        for batch, head, chunk in places if name != "o" else ():
+            columns = range(0, row.value_dim if name in ("v", "do", "dv") else 1, 64)
+            boxes = [(column, 64 * chunk, head, batch) for column in columns]
+            if name == "rh":
+                boxes = [(2 * 64 * chunk, head, batch)]
+            expected.update(("store" if name == "dv" else "load", descriptor, box) for box in boxes)
+    return expected
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 @pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.SCANS], ids=lambda row: row.name)
 def test_every_chunk_is_scanned_once(row, schedule):
-    machine, ctas, descriptors = run_pass(row, schedule)
+    machine, ctas = run_pass(row, schedule)
     places = [(b, h, c) for b in range(BATCH) for h in range(HEADS) for c in range(CHUNKS)]
-    copies = Counter(copy for cta in ctas for copy in cta.copies)
-    expected = Counter(
-        ("load", descriptor, box)
-        for descriptor, kind in zip(descriptors, LOADS[row.scan], strict=False)
-        for place in places
-        for box in boxes_of(kind, row, *place)
-    )
-    if row.scan == "reverse_scan":
-        expected.update(("store", descriptors[-1], box) for place in places for box in boxes_of("value", row, *place))
-    assert Counter({copy: n for copy, n in copies.items() if row.scan != "output" or copy[0] == "load"}) == expected
+    stores = row.scan != "output"
+    assert Counter(copy for cta in ctas for copy in cta.copies if stores or copy[0] == "load") == copies_of(row, places)
     cuts = sum(1 for cta in range(1, schedule.ctas) if cta * schedule.chunks_per_cta % schedule.stride)
     assert len(machine.flags) == (cuts if schedule.states == "chained" else 0)  # a flag for each cut inside a sequence ...
     assert not any(machine.flags.values())  # ... and lowered again for the next pass
@@ -123,36 +116,22 @@ FIRST_PARTS = [Schedule(6, 2, 2, "summed"), Schedule(6, 4, 4, "summed")]  # what
 @pytest.mark.parametrize("schedule", SUMMED + FIRST_PARTS, ids=lambda x: f"{x.ctas} CTAs")
 @pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.STATES], ids=lambda row: row.name)
 def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
-    _, ctas, descriptors = run_pass(row, schedule)
+    _, ctas = run_pass(row, schedule)
     for cta in ctas:
         sequence, first = divmod(cta.index[0] * schedule.chunks_per_cta, schedule.stride)
         steps = range(first, min(first + schedule.chunks_per_cta, CHUNKS))
         if first + schedule.chunks_per_cta >= CHUNKS:
             steps = ()
         chunks = [CHUNKS - 1 - step for step in steps] if row.scan == "reverse_state" else steps
-        expected = Counter(
-            ("load", descriptor, box)
-            for descriptor, kind in zip(descriptors, LOADS[row.scan], strict=False)
-            for chunk in chunks
-            for box in boxes_of(kind, row, *divmod(sequence, HEADS), chunk)
-        )
-        assert Counter(cta.copies) == expected
+        assert Counter(cta.copies) == copies_of(row, [(*divmod(sequence, HEADS), chunk) for chunk in chunks])
 
 
 def test_machine_sees_a_hang():
-    """The loads of one stage fewer than the ring has: the state warpgroup waits for bytes that never come."""
+    """A load too few: the state warpgroup waits for bytes that never come."""
     row = config.find("forward_scan", 16, 128)
-    program = ptx_machine.parse(compile_report(row).ptx)
-    names = [instruction.name for instruction in program.instructions]
-    first_load = next(i for i, name in enumerate(names) if name.startswith("cp.async.bulk.tensor") and "mbarrier" in name)
-    program.instructions[first_load] = ptx_machine.Instruction(None, "nop", ())
-    ptx_machine.slice_control(program)
-    scalars = [i for i, size in enumerate(program.sizes) if size == 4]
-    parameters = defaultdict(Unread, zip(scalars, (LENGTH, 1, 1, 0, 1, CHUNKS, CHUNKS, 0, 0), strict=True))
-    descriptors = [i for i, size in enumerate(program.sizes) if size == 128]
-    boxes = {i: BOX_BYTES[kind] for i, kind in zip(descriptors, LOADS[row.scan], strict=True)}
+    program = ptx_machine.slice_control(without(compiled_program(row), "cp.async.bulk.tensor"))
     with pytest.raises(ptx_machine.Stuck, match=r"warp 4 waits for mbarrier"):
-        ptx_machine.Machine(program, row.threads, parameters, boxes).run(1)
+        run_pass(row, Schedule(6, 5, 5, "zero"), program)
 
 
 def test_machine_sees_registers_that_are_not_there():

@@ -2,50 +2,17 @@
 reference says, whatever the length and however the sequences are cut, and writes nothing else."""
 
 import functools
-import math
-from dataclasses import replace
 
 import pytest
 import torch
+from cases import chained, every_row, parted, summed, uncut
 
 from based_cute import accuracy, launcher
-from based_cute.kernels import config
-from based_cute.kernels.schedule import Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
 import compiled  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
-from compiled import emulated  # noqa: E402
-
-DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
-every_pair = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
-
-
-def uncut(sequences, chunks, *_):
-    return Schedule(sequences, chunks, chunks, "zero")
-
-
-def chained(share):
-    def rule(sequences, chunks, *_):
-        per_cta = math.ceil(share * chunks)
-        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, "chained")
-
-    return rule
-
-
-def summed(per_cta):
-    def rule(sequences, chunks, *_):
-        ranges = math.ceil(chunks / per_cta)
-        return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
-
-    return rule
-
-
-def parted(first):
-    def rule(sequences, chunks, *_):
-        return Schedule(sequences + math.ceil(sequences / 2), 2 * first, first, "summed", sequences)
-
-    return rule
+from compiled import emulated, without  # noqa: E402
 
 
 @pytest.fixture(params=[False, True], ids=["early", "late"])
@@ -73,7 +40,7 @@ def assert_accurate(found, inputs, scale=None):
     assert max(accuracy.measure_errors(tuple(gradients), gold, floors)) <= accuracy.NORMAL_INPUT_LIMIT
 
 
-@every_pair
+@every_row
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 129, 300])
 def test_every_row_at_every_kind_of_length(machine, monkeypatch, key_dim, value_dim, length):
     monkeypatch.setattr(launcher, "schedule", uncut)
@@ -82,7 +49,7 @@ def test_every_row_at_every_kind_of_length(machine, monkeypatch, key_dim, value_
     assert_accurate(results(inputs), inputs)
 
 
-@every_pair
+@every_row
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])
 def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
     monkeypatch.setattr(launcher, "schedule", uncut)
@@ -94,7 +61,7 @@ def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
         assert_accurate(found, inputs, scale)
 
 
-@every_pair
+@every_row
 @pytest.mark.parametrize("share", [1.3, 2.5, 9.0])
 def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_dim, share):
     inputs = accuracy.make_inputs((2, 200, 2, key_dim, value_dim), "cpu")
@@ -104,8 +71,10 @@ def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_di
     assert all(torch.equal(x, y) for x, y in zip(results(inputs), expected, strict=True))
 
 
-@every_pair
-@pytest.mark.parametrize("rule", [summed(1), summed(2), parted(1), parted(2)], ids=["each", "pairs", "first", "first two"])
+@every_row
+@pytest.mark.parametrize(
+    "rule", [summed(1), summed(2), parted(1, 2), parted(2, 2)], ids=["each", "pairs", "first", "first two"]
+)
 def test_summed_scans_are_accurate(machine, monkeypatch, key_dim, value_dim, rule):
     inputs = accuracy.make_inputs((1, 310, 3, key_dim, value_dim), "cpu")
     monkeypatch.setattr(launcher, "schedule", rule)
@@ -121,7 +90,7 @@ def test_the_rule_of_a_small_card(machine, monkeypatch, heads, length):
     assert_accurate(results(inputs), inputs)
 
 
-@every_pair
+@every_row
 def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
     monkeypatch.setattr(launcher, "schedule", uncut)
     q, k, v, do = accuracy.make_inputs((1, 130, 1, key_dim, value_dim), "cpu")
@@ -134,14 +103,6 @@ def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the machine would see
-
-
-def without(program, name):
-    """The program less the last instruction of that name."""
-    last = max(i for i, x in enumerate(program.instructions) if x.name.startswith(name))
-    instructions = list(program.instructions)
-    instructions[last] = replace(instructions[last], guard=None, name="nop", operands=())
-    return replace(program, instructions=instructions)
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,14 @@ import weakref
 
 import pytest
 import torch
+from cases import Guards, every_row, uncut
 from torch.utils.checkpoint import checkpoint
 
 from based_cute import accuracy, based_attention, based_backward, launcher, reference
-from based_cute.kernels import config
-from based_cute.kernels.schedule import Schedule
 
 pytestmark = pytest.mark.gpu
 
-DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
 LENGTHS = (1, 2, 7, 63, 64, 65, 127, 128, 129, 1000)
-every_row = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
 
 kernel = functools.partial(based_attention, backend="cute")
 forward = torch.ops.based.forward
@@ -144,17 +141,11 @@ def test_nothing_is_read_past_the_inputs(key_dim, value_dim, length):
 @pytest.mark.parametrize("length", [1, 17, 65, 127])
 def test_nothing_is_written_past_the_outputs(monkeypatch, key_dim, value_dim, length):
     inputs = inputs_of(length, key_dim, value_dim)[:3]
-    sentinel, padding, guards, allocate = 7.0, 256 * value_dim, [], launcher._empty_outputs
-
-    def guarded(like):
-        flat = torch.full((like.numel() + 2 * padding,), sentinel, dtype=like.dtype, device=like.device)
-        guards.extend((flat[:padding], flat[padding + like.numel() :]))
-        return flat[padding : padding + like.numel()].view(like.shape)
-
+    guards, allocate = Guards(256 * value_dim), launcher._empty_outputs
     expected = forward(*inputs)
-    monkeypatch.setattr(launcher, "_empty_outputs", lambda q, v: tuple(guarded(x) for x in allocate(q, v)))
+    monkeypatch.setattr(launcher, "_empty_outputs", lambda q, v: tuple(guards.like(x) for x in allocate(q, v)))
     assert_equal(launcher._run_forward_kernel(*inputs, None), expected)
-    assert len(guards) == 4 and all((guard == sentinel).all() for guard in guards)
+    guards.assert_intact(2)
 
 
 def test_layouts_are_bitwise_equal(relayout):
@@ -198,7 +189,7 @@ def test_power_of_two_moves_between_q_and_scale_bitwise(key_dim, value_dim):
 
 
 def test_more_than_two_to_the_31_elements(monkeypatch):
-    monkeypatch.setattr(launcher, "schedule", lambda sequences, chunks, *_: Schedule(sequences, chunks, chunks, "zero"))
+    monkeypatch.setattr(launcher, "schedule", uncut)
     q, k, v, _ = accuracy.make_inputs((1, 8192, 32, 16, 128), "cuda")
     solo = kernel(q, k, v)
     many = kernel(*(x.expand(65, *x.shape[1:]) for x in (q, k, v)))

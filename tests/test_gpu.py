@@ -10,16 +10,13 @@ import weakref
 
 import pytest
 import torch
+from cases import Guards, every_row, uncut
 
 from based_cute import accuracy, based_backward, launcher, reference
-from based_cute.kernels import config
-from based_cute.kernels.schedule import Schedule
 
 pytestmark = pytest.mark.gpu
 
-DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
 LENGTHS = (1, 2, 7, 63, 64, 65, 127, 128, 129, 1000)
-every_row = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
 
 
 def kernels(*inputs, scale=None):
@@ -143,17 +140,11 @@ def test_nothing_is_read_past_the_inputs(key_dim, value_dim, length):
 @pytest.mark.parametrize("length", [1, 65])
 def test_nothing_is_written_past_the_outputs(monkeypatch, key_dim, value_dim, length):
     inputs = inputs_of(length, key_dim, value_dim)
-    sentinel, padding, guards = 7.0, 256 * value_dim, []
-
-    def guarded(like):
-        flat = torch.full((like.numel() + 2 * padding,), sentinel, dtype=like.dtype, device=like.device)
-        guards.extend((flat[:padding], flat[padding + like.numel() :]))
-        return flat[padding : padding + like.numel()].view(like.shape)
-
+    guards = Guards(256 * value_dim)
     expected = kernels(*inputs)
-    monkeypatch.setattr(launcher, "_empty_gradients", lambda q, v: (guarded(q), guarded(q), guarded(v)))
+    monkeypatch.setattr(launcher, "_empty_gradients", lambda q, v: (guards.like(q), guards.like(q), guards.like(v)))
     assert_equal(kernels(*inputs), expected)
-    assert len(guards) == 6 and all((guard == sentinel).all() for guard in guards)
+    guards.assert_intact(3)
 
 
 def test_layouts_are_bitwise_equal(relayout):
@@ -206,7 +197,7 @@ def test_linear_in_do_bitwise(key_dim, value_dim, exponent):
 def test_more_than_two_to_the_31_elements(monkeypatch):
     """65 copies of one batch, v of 2.2e9 elements: the first and the last must equal the batch alone, uncut as they are."""
     inputs = accuracy.make_inputs((1, 8192, 32, 16, 128), "cuda")
-    monkeypatch.setattr(launcher, "schedule", lambda sequences, chunks, *_: Schedule(sequences, chunks, chunks, "zero"))
+    monkeypatch.setattr(launcher, "schedule", uncut)
     solo = kernels(*inputs)
     many = kernels(*(x.expand(65, *x.shape[1:]) for x in inputs))
     assert many[2].numel() > 2**31

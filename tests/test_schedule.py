@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cases import chained, every_row, parted, summed, uncut
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,9 +13,6 @@ from based_cute import accuracy, based_backward, launcher
 from based_cute.kernels import config
 from based_cute.kernels.schedule import Schedule, piece, pieces, range_of, schedule
 from based_cute.launcher import based_attention
-
-DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
-every_pair = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
 
 
 def pieces_of(plan: Schedule, sequences: int, chunks: int):
@@ -98,22 +96,7 @@ def test_no_key_dim_of_8_is_chained_for_a_few_percent():
 # On a GPU
 
 
-def forced(states: str, share: float | None = None):
-    """A rule that always cuts as told: ranges of `share` chunks, or of that fraction of a sequence."""
-
-    def rule(sequences: int, chunks: int, processors: int, chained_work: float) -> Schedule:
-        per_cta = chunks if share is None else share if isinstance(share, int) else math.ceil(share * chunks)
-        if states == "parted":  # the later part alone, the first parts in threes
-            return Schedule(sequences + math.ceil(sequences / 3), 3 * per_cta, per_cta, "summed", sequences)
-        if states == "summed":
-            ranges = math.ceil(chunks / per_cta)
-            return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
-        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, states)
-
-    return rule
-
-
-RULES = {"chained": forced("chained", 1.3), "summed": forced("summed", 3), "parted": forced("parted", 4)}
+RULES = {"chained": chained(1.3), "summed": summed(3), "parted": parted(4, 3)}
 
 
 def results(monkeypatch, rule, inputs):
@@ -129,47 +112,47 @@ def errors(found, inputs):
 
 
 @pytest.mark.gpu
-@every_pair
+@every_row
 @pytest.mark.parametrize("length", [65, 1000])
 @pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 3.4, 9.0])
 def test_chained_is_bitwise_equal(monkeypatch, key_dim, value_dim, length, share):
     inputs = accuracy.make_inputs((3, length, 3, key_dim, value_dim), "cuda")
-    expected = results(monkeypatch, forced("zero"), inputs)
-    found = results(monkeypatch, forced("chained", share), inputs)
+    expected = results(monkeypatch, uncut, inputs)
+    found = results(monkeypatch, chained(share), inputs)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu
-@every_pair
+@every_row
 @pytest.mark.parametrize("length", [129, 1000, 4000])
 @pytest.mark.parametrize("share", [1, 3, 8])
 def test_any_number_of_segments_is_accurate(monkeypatch, key_dim, value_dim, length, share):
     inputs = accuracy.make_inputs((1, length, 2, key_dim, value_dim), "cuda")
-    found = results(monkeypatch, forced("summed", share), inputs)
+    found = results(monkeypatch, summed(share), inputs)
     o, *gradients = errors(found, inputs)
     assert o <= accuracy.OUTPUT_LIMIT and max(gradients) <= accuracy.NORMAL_INPUT_LIMIT
 
 
 @pytest.mark.gpu
-@every_pair
+@every_row
 @pytest.mark.parametrize("length", [129, 1000])
 @pytest.mark.parametrize("share", [1, 2])
 def test_two_parts_are_accurate(monkeypatch, key_dim, value_dim, length, share):
     inputs = accuracy.make_inputs((1, length, 4, key_dim, value_dim), "cuda")
-    o, *gradients = errors(results(monkeypatch, forced("parted", share), inputs), inputs)
+    o, *gradients = errors(results(monkeypatch, parted(share, 3), inputs), inputs)
     assert o <= accuracy.OUTPUT_LIMIT and max(gradients) <= accuracy.NORMAL_INPUT_LIMIT
 
 
 @pytest.mark.gpu
-@every_pair
+@every_row
 @pytest.mark.parametrize("early", [1e-3, 1e3])
 def test_segments_hold_where_key_sizes_change(monkeypatch, key_dim, value_dim, early):
     """The first half's keys 1000 times smaller, or larger, than the second's: cutting the scan adds no error."""
     q, k, v, do = accuracy.make_inputs((1, 2000, 2, key_dim, value_dim), "cuda")
     inputs = q, torch.cat((k[:, :1000] * min(early, 1), k[:, 1000:] / max(early, 1)), 1), v, do
-    uncut = errors(results(monkeypatch, forced("zero"), inputs), inputs)
-    found = errors(results(monkeypatch, forced("summed", 4), inputs), inputs)
-    assert all(x <= 1.05 * y + 5e-5 for x, y in zip(found, uncut, strict=True)), (found, uncut)
+    expected = errors(results(monkeypatch, uncut, inputs), inputs)
+    found = errors(results(monkeypatch, summed(4), inputs), inputs)
+    assert all(x <= 1.05 * y + 5e-5 for x, y in zip(found, expected, strict=True)), (found, expected)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,67 @@
+"""What several test files share: the (K, V) of the table, rules that cut sequences as told, and memory with guards."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from based_cute.kernels import config
+from based_cute.kernels.schedule import Schedule
+
+DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
+every_row = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
+
+Rule = Callable[..., Schedule]  # stands in for schedule.schedule
+
+
+def uncut(sequences: int, chunks: int, *_) -> Schedule:
+    return Schedule(sequences, chunks, chunks, "zero")
+
+
+def chained(share: float) -> Rule:
+    """A CTA takes that many sequences' worth of chunks, at least 1.0."""
+
+    def rule(sequences, chunks, *_):
+        per_cta = math.ceil(share * chunks)
+        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, "chained")
+
+    return rule
+
+
+def summed(per_cta: int) -> Rule:
+    """Ranges of `per_cta` chunks."""
+
+    def rule(sequences, chunks, *_):
+        ranges = math.ceil(chunks / per_cta)
+        return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
+
+    return rule
+
+
+def parted(first: int, several: int) -> Rule:
+    """A CTA takes what follows the first chunks of one sequence, or the first chunks of `several`."""
+
+    def rule(sequences, chunks, *_):
+        return Schedule(sequences + math.ceil(sequences / several), several * first, first, "summed", sequences)
+
+    return rule
+
+
+class Guards:
+    """Allocates tensors between guards of `padding` elements."""
+
+    SENTINEL = 7.0
+
+    def __init__(self, padding: int) -> None:
+        self.padding, self.guards = padding, []
+
+    def like(self, x: Tensor) -> Tensor:
+        flat = torch.full((x.numel() + 2 * self.padding,), self.SENTINEL, dtype=x.dtype, device=x.device)
+        self.guards += (flat[: self.padding], flat[self.padding + x.numel() :])
+        return flat[self.padding : self.padding + x.numel()].view(x.shape)
+
+    def assert_intact(self, tensors: int) -> None:
+        """Around that many tensors, which is all that were allocated."""
+        assert len(self.guards) == 2 * tensors and all((guard == self.SENTINEL).all() for guard in self.guards)
