@@ -9,7 +9,8 @@ Per chunk, queries as rows (i), keys as columns (j <= i), t = 1 + s:
     dq  = scale (r (X + adjoint(Y)) + h Z + (h + r m) T)
 
 r and h are known last, so the two brackets that they multiply are formed apart. Taking m out of dov before rounding changes
-nothing in exact arithmetic, but keeps the brackets from cancelling where A has few entries (T = 1: dq is 0 to 1e-6).
+nothing in exact arithmetic, but keeps the brackets from cancelling where A has few entries (T = 1: dq is 0 to 1e-6). In later
+chunks m = 0.
 """
 
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, select_
 from cutlass.cute.math import fma
 from cutlass.cute.nvgpu import warpgroup
 
@@ -35,11 +36,14 @@ from .blocks.taylor import (
     own_entries,
     quad_sum,
 )
-from .blocks.tiles import SwizzledTile
-from .scan import Problem, Scan
+from .blocks.tiles import EVICT_LAST, EVICT_NORMAL, SwizzledTile
+from .scan import Scan
+from .schedule import HandsOn
 
 DENOMINATOR_EPSILON = 1e-6
 ROOT_HALF, ROOT_TWO = 0.5**0.5, 2.0**0.5
+CENTRED_CHUNKS = 4  # m matters where a chunk's own keys are much of the sum: dq behind it keeps the same error without
+KEPT_CHUNKS = 5  # 22 MB of all SMs at V = 128, of an L2 of 50 MB
 
 
 class Outputs(NamedTuple):
@@ -67,18 +71,38 @@ class ForwardScan(Scan):
         stride: Int32,
         chunks_per_cta: Int32,
         late_ctas: Int32,
-        chained: Int32,
+        hands_on: Int32,
         states: cute.Tensor,
         flags: cute.Tensor,
         stream,
     ):
         loads = self.loads(q=q, k=k, v=v, do=do)
-        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, chained, states, flags))
+        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags))
         self.launch(self.kernel(loads, Outputs(dq, statistics), problem), problem, stream)
 
-    @cute.kernel
-    def kernel(self, loads, outputs, problem: Problem):
-        self.run(loads, outputs, problem)
+    def l2_policy(self, p, chunk):
+        """The last chunks stay, since the reverse scan starts with them: 0.3 to 0.8% of both scans at K = 8, 0 at K = 16."""
+        return Int64(select_(chunk >= p.chunks - KEPT_CHUNKS, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
+
+    @cute.jit
+    def await_inputs(self, at):
+        """Flags are lowered before the reverse scan may start."""
+        cute.arch.griddepcontrol_wait()
+        if at.hands_on == HandsOn.ROWS:
+            if cute.arch.thread_idx()[0] < self.config.token_warpgroups:
+                sync.store_release(self.rows_flag(at, cute.arch.thread_idx()[0]), 0)
+                cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def take_chunks(self, outputs, smem, pipe, at):
+        """As every pass does; then an uncut scan says that r and h of its sequence are there."""
+        Scan.take_chunks(self, outputs, smem, pipe, at)
+        if at.hands_on == HandsOn.ROWS:
+            thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
+            group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+            sync.raise_flag(self.rows_flag(at, group), thread % WARPGROUP, Barrier.ROWS, group)
 
     def state_products(self, at, statistics, row):
         return ExactProducts
@@ -104,9 +128,9 @@ class ForwardScan(Scan):
         g.values.issue(dov, k_steps(g.values.a, stage), k_steps(g.values.b, stage))
         inter = self.issue_inter(g, stage) if c.early_inter else None
         warpgroup.wait_group(1 if c.early_inter else 0)
-        den, nd = self.row_sums(g, at, s, dov)
-        mean = [n * cute.arch.rcp_approx(d) for n, d in zip(nd, den, strict=True)]
-        centred, ones = self.weights(s, dov, mean)
+        sums = self.row_sums(g, at, s, dov)
+        mean = self.centre(g, chunk, s, dov, sums)
+        centred, ones = self.operand(dov), self.operand(s)
 
         x, t = g.rows.accumulator(), g.rows.accumulator()
         keys = k_steps(g.rows.b, stage)
@@ -116,6 +140,7 @@ class ForwardScan(Scan):
         if not c.early_inter:
             warpgroup.wait_group(0)
             inter = self.issue_inter(g, stage)
+        den, nd = self.own_sums(g, sums)
         warpgroup.wait_group(0)
         return SimpleNamespace(den=den, nd=nd, mean=mean, x=x, t=t, **inter)
 
@@ -130,39 +155,61 @@ class ForwardScan(Scan):
         g.inter.issue(y, k_steps(g.inter.a, stage), k_steps(g.inter.b, g.group))
         return {"y": y, "z": z, "dot": dot}
 
+    @cute.jit
     def row_sums(self, g, at, s, dov):
-        """den and nd of the chunk itself, complete in every lane of the quad. Leaves t / sqrt 2 in s and dov t / sqrt 2 in
-        dov, 0 where j > i.
-
-        With u = t / sqrt 2, A = u^2 + 1/2: den = sum u^2 + (i + 1) / 2 and nd = sum (u dov) u + sum dov / 2.
+        """This lane's part of the row sums of the chunk itself: of u^2, u^2 dov and dov, with u = t / sqrt 2. Leaves u in s and
+        u dov in dov, 0 where j > i.
         """
-        squares, weighted, plain = [Float32(0.0)] * 2, [Float32(0.0)] * 2, [Float32(0.0)] * 2
-        root = at.scale * ROOT_HALF
-        for eight in range(self.config.chunk // 8):
+        sums = cute.make_rmem_tensor((2, 3), Float32)
+        sums.fill(0.0)
+        for number in cutlass.range_constexpr(self.config.row_blocks):
+            if self.row_block(g) == number:
+                self.sum_columns(g, at, s, dov, sums, number)
+        return sums
+
+    def sum_columns(self, g, at, s, dov, sums, number: int):
+        """`row_sums` of block `number` of the rows, whose last columns are those of the diagonal."""
+        root, eights = at.scale * ROOT_HALF, self.config.causal_block // 8
+        for i in range(4 * eights * (number + 1), cute.size(s)):
+            s[i], dov[i] = Float32(0.0), Float32(0.0)
+        for eight in range(eights * (number + 1)):
             for half in range(2):
                 for c in range(2):
                     i = c + 2 * half + 4 * eight
-                    keep = 8 * eight + 2 * g.quad_lane + c <= g.row + 8 * half
-                    u = pick(keep, fma(s[i], root, ROOT_HALF), 0.0)
-                    value = pick(keep, dov[i], 0.0)
-                    plain[half] = plain[half] + value
-                    squares[half] = fma(u, u, squares[half])
+                    u, value = fma(s[i], root, ROOT_HALF), dov[i]
+                    if eight >= eights * number:
+                        keep = 8 * eight + 2 * g.quad_lane + c <= g.row + 8 * half
+                        u, value = pick(keep, u, 0.0), pick(keep, value, 0.0)
                     s[i], dov[i] = u, u * value
-                    weighted[half] = fma(dov[i], u, weighted[half])
-        counts = [0.5 * Float32(g.row + 8 * half + 1) for half in range(2)]
-        den = [quad_sum(square) + count for square, count in zip(squares, counts, strict=True)]
-        return den, [quad_sum(fma(p, 0.5, w)) for p, w in zip(plain, weighted, strict=True)]
+                    sums[half, 0] = fma(u, u, sums[half, 0])
+                    sums[half, 1] = fma(dov[i], u, sums[half, 1])
+                    sums[half, 2] = sums[half, 2] + value
 
-    def weights(self, u, weighted, mean):
-        """(dov - m) t and t, both over sqrt 2, as bf16 A operands."""
-        (centred, centred_words), (ones, ones_words) = (register_operand(self.config.chunk // 16) for _ in range(2))
-        for eight in range(self.config.chunk // 8):
-            for half in range(2):
-                i = 2 * half + 4 * eight
-                pair = [fma(-mean[half], u[i + c], weighted[i + c]) for c in range(2)]
-                centred_words[half + 2 * eight] = pack2(*pair)
-                ones_words[half + 2 * eight] = pack2(u[i], u[i + 1])
-        return centred, ones
+    def own_sums(self, g, sums):
+        """den and nd of the chunk itself, complete in every lane of the quad: with A = u^2 + 1/2, den = sum u^2 + (i + 1) / 2
+        and nd = sum u^2 dov + sum dov / 2."""
+        den = [quad_sum(sums[half, 0]) + 0.5 * Float32(g.row + 8 * half + 1) for half in range(2)]
+        return den, [quad_sum(fma(sums[half, 2], 0.5, sums[half, 1])) for half in range(2)]
+
+    @cute.jit
+    def centre(self, g, chunk, u, weighted, sums):
+        """m of both rows, and (dov - m) t over sqrt 2 in place of dov t; in later chunks m is 0 and nothing is done."""
+        mean = cute.make_rmem_tensor(2, Float32)
+        mean.fill(0.0)
+        if chunk < CENTRED_CHUNKS:
+            den, nd = self.own_sums(g, sums)
+            for half in cutlass.range_constexpr(2):
+                mean[half] = nd[half] * cute.arch.rcp_approx(den[half])
+            for i in cutlass.range_constexpr(cute.size(u)):
+                weighted[i] = fma(-mean[i // 2 % 2], u[i], weighted[i])
+        return mean
+
+    def operand(self, acc):
+        """A (64 x 64) accumulator as a bf16 A operand."""
+        fragment, words = register_operand(self.config.chunk // 16)
+        for i in range(cute.size(words)):
+            words[i] = pack2(acc[2 * i], acc[2 * i + 1])
+        return fragment
 
     def token_adjoint(self, g, at, chunk, work, rows):
         """r, h and dq of the own entries of both rows."""

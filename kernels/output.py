@@ -30,7 +30,7 @@ from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import ScaledProducts, own_columns, own_entries, quad_sum
 from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, tma_store
 from .forward_scan import DENOMINATOR_EPSILON
-from .scan import Problem, Scan
+from .scan import Scan
 
 STORED = (16, 64)  # rows and columns of one TMA store: a warp stores its own rows, and so needs no barrier
 
@@ -60,19 +60,15 @@ class OutputScan(Scan):
         stride: Int32,
         chunks_per_cta: Int32,
         late_ctas: Int32,
-        chained: Int32,
+        hands_on: Int32,
         states: cute.Tensor,
         flags: cute.Tensor,
         stream,
     ):
         loads = self.loads(q=q, k=k, v=v)
         outputs = Outputs(tma_store(o, smem_layout(STORED), STORED), r)
-        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, chained, states, flags))
+        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags))
         self.launch(self.kernel(loads, outputs, problem), problem, stream)
-
-    @cute.kernel
-    def kernel(self, loads, outputs, problem: Problem):
-        self.run(loads, outputs, problem)
 
     def tiles(self) -> dict:
         """Beside the tiles of every pass, one of o for each token warpgroup."""
@@ -127,19 +123,28 @@ class OutputScan(Scan):
     def weights(self, g, at, s):
         """A as a bf16 A operand, 0 where j > i, and its row sums before and after that rounding, over the quad."""
         a, words = register_operand(self.config.chunk // 16)
-        den, rounded = [Float32(0.0)] * 2, [Float32(0.0)] * 2
-        for eight in range(self.config.chunk // 8):
+        sums = cute.make_rmem_tensor((2, 2), Float32)
+        sums.fill(0.0)
+        take = partial(self.weigh_columns, g, at, s, words, sums)
+        self.take_column_blocks(g, take, partial(self.clear_columns, [words]))
+        return a, *([quad_sum(sums[half, kind]) for half in range(2)] for kind in range(2))
+
+    def weigh_columns(self, g, at, s, words, sums, number: int, diagonal: bool):
+        """`weights` of block `number` of the columns, of which the rows see all, or for the block on the diagonal some."""
+        eights = self.config.causal_block // 8
+        for eight in range(eights * number, eights * (number + 1)):
             for half in range(2):
                 pair = []
                 for c in range(2):
-                    keep = 8 * eight + 2 * g.quad_lane + c <= g.row + 8 * half
                     t = fma(s[c + 2 * half + 4 * eight], at.scale, 1.0)
-                    pair.append(pick(keep, fma(t * t, 0.5, 0.5), 0.0))
+                    weight = fma(t * t, 0.5, 0.5)
+                    if diagonal:
+                        weight = pick(8 * eight + 2 * g.quad_lane + c <= g.row + 8 * half, weight, 0.0)
+                    pair.append(weight)
                 word = pack2(*pair)
                 words[half + 2 * eight] = word
-                for total, (left, right) in ((den, pair), (rounded, unpack2(word))):
-                    total[half] = total[half] + (left + right)
-        return a, [quad_sum(value) for value in den], [quad_sum(value) for value in rounded]
+                for kind, (left, right) in enumerate((pair, unpack2(word))):
+                    sums[half, kind] = sums[half, kind] + (left + right)
 
     def token_adjoint(self, g, at, chunk, work, rows):
         """o as packed bf16 words in accumulator order, and r of both rows."""

@@ -36,7 +36,8 @@ from .blocks.taylor import (
     row_statistics,
 )
 from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, statistics_layout, tma_load_statistics, tma_store
-from .scan import Problem, Scan
+from .scan import Scan
+from .schedule import HandsOn
 
 
 class Outputs(NamedTuple):
@@ -66,7 +67,7 @@ class ReverseScan(Scan):
         stride: Int32,
         chunks_per_cta: Int32,
         late_ctas: Int32,
-        chained: Int32,
+        hands_on: Int32,
         states: cute.Tensor,
         flags: cute.Tensor,
         stream,
@@ -75,12 +76,20 @@ class ReverseScan(Scan):
         c = self.config
         row_terms = tma_load_statistics(statistics, statistics_layout(c.chunk, c.stages), c.chunk)
         outputs = Outputs(row_terms, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
-        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, chained, states, flags))
+        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags))
         self.launch(self.kernel(loads, outputs, problem), problem, stream)
 
-    @cute.kernel
-    def kernel(self, loads, outputs, problem: Problem):
-        self.run(loads, outputs, problem)
+    @cute.jit
+    def await_inputs(self, at):
+        """r and h of the sequence are there; where it is uncut, other sequences may still be in the forward scan."""
+        cute.arch.griddepcontrol_launch_dependents()
+        if at.hands_on == HandsOn.ROWS:
+            if cute.arch.thread_idx()[0] < self.config.token_warpgroups:
+                sync.spin_while_zero(self.rows_flag(at, cute.arch.thread_idx()[0]))
+            cute.arch.sync_warp()
+            cute.arch.fence_proxy("async.global")  # TMA reads what ordinary stores wrote
+        else:
+            cute.arch.griddepcontrol_wait()
 
     def state_products(self, at, statistics, row):
         r, _ = row_statistics(statistics, row)
@@ -96,6 +105,8 @@ class ReverseScan(Scan):
             for number in cutlass.range(at.pieces, unroll=1):
                 self.store_piece(outputs, smem, pipe, self.piece(at, number), warp - 1)
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+        else:
+            cute.arch.griddepcontrol_wait()  # this scan must not end before the forward scan
 
     @cute.jit
     def store_piece(self, outputs, smem, pipe, p, group):
@@ -180,21 +191,28 @@ class ReverseScan(Scan):
     def weights(self, g, at, s, dov, statistics):
         """(r A)^T and ((r dov + h) t)^T as bf16 A operands, 0 where the query comes before the key."""
         (a, a_words), (ds, ds_words) = (register_operand(self.config.chunk // 16) for _ in range(2))
-        for eight in range(self.config.chunk // 8):
+        take = partial(self.weigh_columns, g, at, s, dov, statistics, a_words, ds_words)
+        self.take_column_blocks(g, take, partial(self.clear_columns, [a_words, ds_words]))
+        return a, ds
+
+    def weigh_columns(self, g, at, s, dov, statistics, a_words, ds_words, number: int, diagonal: bool):
+        """`weights` of block `number` of the columns, of which the rows see all, or for the block on the diagonal some."""
+        eights = self.config.causal_block // 8
+        for eight in range(eights * number, eights * (number + 1)):
             rh = [float_of(word) for word in lds128(statistics + (8 * eight + 2 * g.quad_lane) * 8)]
             half_r = [0.5 * rh[0], 0.5 * rh[2]]
             for half in range(2):
                 pair = []
                 for c in range(2):
                     i, r, h = c + 2 * half + 4 * eight, rh[2 * c], rh[2 * c + 1]
-                    keep = 8 * eight + 2 * g.quad_lane + c >= g.row + 8 * half
                     t = fma(s[i], at.scale, 1.0)
-                    weight = fma(t, t, 1.0) * half_r[c]
-                    adjoint_weight = fma(dov[i], r, h) * t
-                    pair.append((pick(keep, weight, 0.0), pick(keep, adjoint_weight, 0.0)))
+                    weight, adjoint_weight = fma(t, t, 1.0) * half_r[c], fma(dov[i], r, h) * t
+                    if diagonal:
+                        keep = 8 * eight + 2 * g.quad_lane + c >= g.row + 8 * half
+                        weight, adjoint_weight = pick(keep, weight, 0.0), pick(keep, adjoint_weight, 0.0)
+                    pair.append((weight, adjoint_weight))
                 a_words[half + 2 * eight] = pack2(pair[0][0], pair[1][0])
                 ds_words[half + 2 * eight] = pack2(pair[0][1], pair[1][1])
-        return a, ds
 
     def stage_dv(self, g, packed, stage):
         """dv as bf16 over the chunk's v tile, which (2) and (7) have read; a helper warp stores it."""

@@ -1,8 +1,7 @@
 """The body that all scans share: storage, TMA loads, warp roles, and the warpgroup that carries the state.
 
 The chunks of all sequences, one sequence for each (batch, head), stand one after the other on a tape that is cut into equal
-ranges (schedule.py). One CTA scans one range, piece by piece, a piece being what the range holds of one sequence. 16 warps,
-or 20 with three token warpgroups:
+ranges (schedule.py). One CTA scans one range, piece by piece, a piece being what the range holds of one sequence. 16 warps:
 
     warp 0            loads q, k, v, do (and r, h) of a chunk into a stage of the ring
     warps 1, 2, 3     helpers of the pass (the reverse scan stores dv through them, one for each token warpgroup)
@@ -35,6 +34,7 @@ from .blocks.state import Normaliser, gram_operand, load_state, publish_state, s
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import load_rotated, write_features
 from .blocks.tiles import (
+    EVICT_NORMAL,
     SwizzledTile,
     TmaTensor,
     smem_layout,
@@ -44,7 +44,7 @@ from .blocks.tiles import (
     tma_partition_statistics,
 )
 from .config import ScanConfig, state_size
-from .schedule import piece, pieces, range_of
+from .schedule import HandsOn, piece, pieces, range_of
 
 RANGE_WORDS = 4  # first, last, stride and offset of schedule.range_of
 
@@ -52,9 +52,10 @@ RANGE_WORDS = 4  # first, last, stride and offset of schedule.range_of
 class Problem(NamedTuple):
     """One launch: the sizes, the factor of q.k, and how the tape is cut.
 
-    ctas, stride, chunks_per_cta, late_ctas: as in schedule.Schedule.
-    chained: whether a CTA leaves the state at the end of its range in `states` (one slot a CTA, fp32) and raises its flag (zero
-    before the launch); if not, the states are there before the launch.
+    ctas, stride, chunks_per_cta, late_ctas, hands_on: as in schedule.Schedule.
+    states: one slot a CTA, fp32; what is not handed on is there before the launch.
+    flags: one a CTA, zero before and after the launch, where states are handed on; where r and h are, one for each token
+    warpgroup of a CTA.
     """
 
     tokens: Int32
@@ -65,7 +66,7 @@ class Problem(NamedTuple):
     stride: Int32
     chunks_per_cta: Int32
     late_ctas: Int32
-    chained: Int32
+    hands_on: Int32
     states: cute.Tensor
     flags: cute.Tensor
 
@@ -152,9 +153,9 @@ class Scan:
             smem["statistics"] = storage.statistics.get_tensor(statistics_layout(c.chunk, c.stages))
         return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr(), range=storage.range.data_ptr().toint())
 
-    @cute.jit
-    def run(self, loads, outputs, problem):
-        """The device entry's body: allocate, then hand each warp its role."""
+    @cute.kernel
+    def kernel(self, loads, outputs, problem: Problem):
+        """The device entry: allocate, then hand each warp its role."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -181,9 +182,14 @@ class Scan:
     def write_range(self, problem, address):
         """The CTA's range of the tape, for all roles; the barrier behind the set-up of the ring makes it visible."""
         sizes = (problem.sequences, self.chunks(problem), problem.stride, problem.chunks_per_cta, problem.late_ctas)
-        cta = cute.arch.block_idx()[0]
-        for i, word in enumerate(range_of(cta, *sizes, select_, cutlass.min)):
+        for i, word in enumerate(range_of(self.cta(problem), *sizes, select_, cutlass.min)):
             write_word(address + 4 * i, word)
+
+    def cta(self, problem):
+        """The CTA's number. Those of a backward pass start from the last, whose sequence the forward scan has just left in
+        the L2."""
+        block = cute.arch.block_idx()[0]
+        return problem.ctas - 1 - block if self.backward else block
 
     def chunks(self, problem):
         """Of one sequence."""
@@ -192,7 +198,7 @@ class Scan:
     def place(self, problem, smem):
         """The problem as a role sees it. The range is read from shared memory for every piece: in registers it is spilled."""
         first, last, stride, _ = self.read_range(smem.range)
-        cta = cute.arch.block_idx()[0]
+        cta = self.cta(problem)
         return SimpleNamespace(
             **problem._asdict(),
             chunks=self.chunks(problem),
@@ -228,8 +234,7 @@ class Scan:
     @cute.jit
     def load(self, loads, outputs, smem, pipe, at):
         """Warp 0: one stage a chunk, the inputs and in the reverse scan r, h on one mbarrier."""
-        cute.arch.griddepcontrol_wait()  # the kernel before may still be writing them
-        cute.arch.griddepcontrol_launch_dependents()
+        self.await_inputs(at)
         stage = sync.producer_state(self.config.stages)
         for number in cutlass.range(at.pieces, unroll=1):
             p = self.piece(at, number)
@@ -238,9 +243,25 @@ class Scan:
                 chunk = self.chunk_of(p, step)
                 pipe.producer_acquire(stage)
                 barrier = pipe.producer_get_barrier(stage)
+                policy = self.l2_policy(p, chunk)
                 for atom, shared, source in sides:
-                    cute.copy(atom, source[None, chunk], shared[None, stage.index], tma_bar_ptr=barrier)
+                    target = shared[None, stage.index]
+                    cute.copy(atom, source[None, chunk], target, tma_bar_ptr=barrier, cache_policy=policy)
                 stage.advance()
+
+    def l2_policy(self, p, chunk):
+        """How long the inputs of a chunk stay in the L2."""
+        return Int64(EVICT_NORMAL)
+
+    @cute.jit
+    def await_inputs(self, at):
+        """What the kernel before writes is there; the next one may start."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+    def rows_flag(self, at, group):
+        """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h are there."""
+        return at.flags.iterator.toint() + 4 * (self.config.token_warpgroups * at.cta + group)
 
     def load_sides(self, loads, outputs, smem, p):
         """(copy atom, shared side, global side) of each load of one sequence."""
@@ -283,7 +304,7 @@ class Scan:
         stage = sync.consumer_state(self.config.stages, p.position + p.count - 1)
         if cutlass.const_expr(not self.config.ahead):
             pipe.consumer_wait(stage)
-        if (p.chained > 0) & (p.step + p.count < p.chunks):
+        if (p.hands_on == HandsOn.STATE) & (p.step + p.count < p.chunks):
             self.absorb_last(g, p, stage, p.count)
             save_state((*g.state, g.gram), self.slot(p, p.cta), g.thread)
             sync.raise_flag(p.flags.iterator.toint() + 4 * p.cta, g.thread)
@@ -294,7 +315,7 @@ class Scan:
         """Zero, or what the CTA before this one left, once every warp is done with the piece before."""
         if p.step > 0:
             cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
-            if p.chained > 0:
+            if p.hands_on == HandsOn.STATE:
                 sync.await_flag(p.flags.iterator.toint() + 4 * p.source, g.thread)
         load_state((*g.state, g.gram), self.slot(p, p.source), g.thread, p.step)
         sync.wait(Barrier.STATE, g.group, WARPGROUP)
@@ -450,6 +471,29 @@ class Scan:
         c = self.config
         tile = g.own.at(stage * (2 * c.chunk * c.padded_key_dim))
         return [load_rotated(tile, g.row + 8 * half, g.quad_lane, c.key_dim) for half in range(2)]
+
+    def row_block(self, g):
+        """The number of the block of rows, of `causal_block`, that this warp's rows are in."""
+        return cute.arch.make_warp_uniform(g.row // self.config.causal_block) if self.config.row_blocks > 1 else 0
+
+    @cute.jit
+    def take_column_blocks(self, g, take, clear):
+        """The elementwise work of this warp's rows, block by block of the columns: take(number, diagonal) where the rows see
+        all of a block or, on the diagonal, a part of it; clear(number) where they see nothing."""
+        for number in cutlass.range_constexpr(self.config.row_blocks):
+            if self.row_block(g) == number:
+                take(number, True)
+            elif (self.row_block(g) < number) == self.backward:
+                take(number, False)
+            else:
+                clear(number)
+
+    def clear_columns(self, operands, number: int):
+        """Zeros in block `number` of the columns of A operands, given as words."""
+        words = self.config.causal_block // 4
+        for operand in operands:
+            for i in range(words * number, words * (number + 1)):
+                operand[i] = Int32(0)
 
     def placed(self, parts, thread):
         """The parts with this thread's place in a 64-row tile: its lane, its lane in the quad, its first row."""

@@ -26,7 +26,7 @@ from .config import state_size
 from .forward_scan import ForwardScan
 from .output import OutputScan
 from .reverse_scan import ReverseScan
-from .scan import Problem, Scan
+from .scan import Scan
 
 AT_ONCE = 8  # slots that StateSum loads together: one after the other they take 0.6 us each
 
@@ -102,10 +102,6 @@ class ForwardState(SegmentState):
         problem = self.problem(k, scale, (ctas, stride, chunks_per_cta, Int32(0), Int32(0), states, states))
         self.launch(self.kernel(self.loads(k=k, v=v), Statistics(None), problem), problem, stream)
 
-    @cute.kernel
-    def kernel(self, loads, outputs, problem: Problem):
-        self.run(loads, outputs, problem)
-
 
 class OutputState(ForwardState):
     state_products = OutputScan.state_products
@@ -133,10 +129,6 @@ class ReverseState(SegmentState):
         row_terms = tma_load_statistics(statistics, statistics_layout(c.chunk, c.stages), c.chunk)
         problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, Int32(0), Int32(0), states, states))
         self.launch(self.kernel(self.loads(q=q, do=do), Statistics(row_terms), problem), problem, stream)
-
-    @cute.kernel
-    def kernel(self, loads, outputs, problem: Problem):
-        self.run(loads, outputs, problem)
 
 
 class StateSum:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from based_cute.kernels import config
-from based_cute.kernels.schedule import Schedule
+from based_cute.kernels.schedule import HandsOn, Schedule
 
 DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
 every_row = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
@@ -17,7 +17,7 @@ Rule = Callable[..., Schedule]  # stands in for schedule.schedule
 
 
 def uncut(sequences: int, chunks: int, *_) -> Schedule:
-    return Schedule(sequences, chunks, chunks, "zero")
+    return Schedule(sequences, chunks, chunks, "zero", hands_on=HandsOn.ROWS)
 
 
 def chained(share: float) -> Rule:
@@ -25,7 +25,7 @@ def chained(share: float) -> Rule:
 
     def rule(sequences, chunks, *_):
         per_cta = math.ceil(share * chunks)
-        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, "chained")
+        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, "chained", hands_on=HandsOn.STATE)
 
     return rule
 
@@ -36,6 +36,15 @@ def summed(per_cta: int) -> Rule:
     def rule(sequences, chunks, *_):
         ranges = math.ceil(chunks / per_cta)
         return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
+
+    return rule
+
+
+def summed_evenly(per_cta: int) -> Rule:
+    """Ranges of `per_cta` chunks, whose ends may be inside of sequences."""
+
+    def rule(sequences, chunks, *_):
+        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, "summed")
 
     return rule
 

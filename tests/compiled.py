@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from based_cute.kernels import config
+from based_cute.kernels.schedule import HandsOn
 
 COMPILE = """
 import sys
@@ -169,11 +170,11 @@ def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, c
     """One launch of a pass, with the arguments of build.load(row) behind `tensors`."""
     program, heap = compiled_program(row), Heap()
     stride, chunks_per_cta, *others, states = rest[:-1] if row.scan in config.SCANS else rest
-    late_ctas, chained = others or (0, 0)
+    late_ctas, hands_on = others or (0, HandsOn.NOTHING)
     flags = rest[-1] if row.scan in config.SCANS else None
     batch, length, heads, _ = next(iter(tensors.values())).shape
     factor = int(np.float32(scale).view(np.uint32))
-    cuts = (ctas, stride, chunks_per_cta, late_ctas, chained)
+    cuts = (ctas, stride, chunks_per_cta, late_ctas, hands_on)
     parameters, states_at = launch_parameters(row, length, heads, batch * heads, factor, *cuts)
     parameters[states_at] = {0: heap.add(states)}
     structs = [i for i, size in enumerate(program.sizes) if size in (40, 48)]
@@ -183,9 +184,13 @@ def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, c
     maps = {position: tensor_map(name, tensors[name]) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
     heap.copy_in(machine)
+    if hands_on != HandsOn.NOTHING:
+        machine.flags = {FLAGS + 4 * i: flag for i, flag in enumerate(flags.tolist())}
     machine.run(ctas)
     heap.copy_out(machine)
-    assert flags is None or not any(machine.flags.values())
+    if hands_on != HandsOn.NOTHING:
+        flags.copy_(torch.tensor([machine.flags.pop(FLAGS + 4 * i) for i in range(flags.numel())]))
+    assert not machine.flags, "flags outside the tensor"
 
 
 def run_sum(row: config.ScanConfig, states: Tensor, sequences: int, stride: int, chunks_per_cta: int) -> None:

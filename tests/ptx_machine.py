@@ -250,7 +250,8 @@ class Unit:
         while (at := int(places.min())) < end:
             mask = places == at
             together = bool(mask.all())
-            while True:  # until the lanes part
+            meet = end if together else int(places[~mask].min())
+            while True:  # until the lanes part, or meet others
                 guard, negated, branch, effect, execute = code[at]
                 active = self.everyone if together else mask
                 if guard is not None:
@@ -271,9 +272,7 @@ class Unit:
                         yield from execute(self, active)
                     else:
                         execute(self, None if active.all() else active)
-                if at >= end:
-                    return
-                if not together:
+                if at >= meet:
                     places = np.where(mask, at, places)
                     break
 
@@ -753,9 +752,10 @@ def spin(machine, name, operands):
     address = reader(machine, operands[0])
 
     def execute(unit, active):
-        flag = lane_value(unit, address, np.argmax(active))
-        while not machine.flags.get(flag, 0):
-            yield f"the flag at {flag}"
+        for lane in np.flatnonzero(active):
+            flag = lane_value(unit, address, lane)
+            while not machine.flags.get(flag, 0):
+                yield f"the flag at {flag}"
 
     return execute
 
@@ -764,8 +764,8 @@ def store_flag(machine, name, operands):
     address, value = (reader(machine, x) for x in operands)
 
     def execute(unit, active):
-        first = np.argmax(active)
-        machine.flags[lane_value(unit, address, first)] = lane_value(unit, value, first)
+        for lane in np.flatnonzero(active):
+            machine.flags[lane_value(unit, address, lane)] = lane_value(unit, value, lane)
         yield "moved"
 
     return execute

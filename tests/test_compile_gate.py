@@ -2,18 +2,19 @@
 beyond what the row allows, the instructions that the row is about in the PTX, and warps that never wait for ever."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import ptx_machine
 import pytest
 
 from based_cute.kernels import config
-from based_cute.kernels.schedule import Schedule
+from based_cute.kernels.schedule import HandsOn, Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
 from compiled import (  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
+    FLAGS,
     compile_report,
     compiled_program,
     control_program,
@@ -51,11 +52,13 @@ def test_gate_sees_serialised_products():
 
 BATCH, HEADS, CHUNKS = 2, 3, 5
 LENGTH = 64 * CHUNKS - 7
+HANDS_ON_ROWS = Schedule(6, 5, 5, "zero", hands_on=HandsOn.ROWS)
 SCHEDULES = {
     "one CTA a sequence": Schedule(6, 5, 5, "zero"),
-    "chained, one cut a sequence": Schedule(4, 8, 5, "chained"),
-    "chained, one cut at a boundary": Schedule(2, 15, 5, "chained"),
-    "chained, one CTA": Schedule(1, 30, 5, "chained"),
+    "one CTA a sequence, rows handed on": HANDS_ON_ROWS,
+    "chained, one cut a sequence": Schedule(4, 8, 5, "chained", hands_on=HandsOn.STATE),
+    "chained, one cut at a boundary": Schedule(2, 15, 5, "chained", hands_on=HandsOn.STATE),
+    "chained, one CTA": Schedule(1, 30, 5, "chained", hands_on=HandsOn.STATE),
     "summed, a chunk a CTA": Schedule(30, 1, 5, "summed"),
     "summed, with room after the last range": Schedule(18, 2, 6, "summed"),
     "summed, the later parts alone": Schedule(8, 6, 2, "summed", 6),
@@ -75,13 +78,21 @@ def bytes_of(name: str) -> int:
     return config.CHUNK * (8 if name == "rh" else 2 * (16 if name in ("q", "k") else 64))
 
 
-def run_pass(row: config.ScanConfig, plan: Schedule, program: ptx_machine.Program | None = None) -> tuple:
+def run_pass(
+    row: config.ScanConfig, plan: Schedule, program: ptx_machine.Program | None = None, flags: dict | None = None
+) -> tuple:
     """The machine after one launch, and its CTAs."""
-    cuts = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, int(plan.states == "chained"))
+    cuts = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, int(plan.hands_on))
     parameters, _ = launch_parameters(row, LENGTH, HEADS, BATCH * HEADS, 0, *cuts, others=Unread)
     boxes = {position: bytes_of(name) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program or control_program(row), row.threads, parameters, boxes)
+    if plan.hands_on == HandsOn.ROWS:  # whatever they are, a forward scan lowers them; a reverse scan finds them raised
+        machine.flags = dict.fromkeys(rows_flags(plan), 1) if flags is None else flags
     return machine, machine.run(plan.ctas)
+
+
+def rows_flags(plan: Schedule) -> list[int]:
+    return [FLAGS + 4 * i for i in range(config.TOKEN_WARPGROUPS * plan.ctas)]
 
 
 def copies_of(row: config.ScanConfig, places) -> Counter:
@@ -104,9 +115,37 @@ def test_every_chunk_is_scanned_once(row, schedule):
     places = [(b, h, c) for b in range(BATCH) for h in range(HEADS) for c in range(CHUNKS)]
     stores = row.scan != "output"
     assert Counter(copy for cta in ctas for copy in cta.copies if stores or copy[0] == "load") == copies_of(row, places)
+    if schedule.hands_on == HandsOn.ROWS:
+        assert machine.flags == dict.fromkeys(rows_flags(schedule), 1)
+        return
     cuts = sum(1 for cta in range(1, schedule.ctas) if cta * schedule.chunks_per_cta % schedule.stride)
     assert len(machine.flags) == (cuts if schedule.states == "chained" else 0)  # a flag for each cut inside a sequence ...
     assert not any(machine.flags.values())  # ... and lowered again for the next pass
+
+
+class History(dict):
+    """Flags, with all that was written to each."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.written = defaultdict(list)
+
+    def __setitem__(self, flag, value):
+        self.written[flag].append(value)
+        super().__setitem__(flag, value)
+
+
+def test_forward_scan_lowers_the_flags_of_its_rows_before_it_raises_them():
+    machine, _ = run_pass(config.find("forward_scan", 16, 128), HANDS_ON_ROWS, flags=History())
+    assert machine.flags.written == dict.fromkeys(rows_flags(HANDS_ON_ROWS), [0, 1])
+
+
+def test_reverse_scan_awaits_its_rows():
+    row = config.find("reverse_scan", 16, 128)
+    for flag in rows_flags(HANDS_ON_ROWS):
+        others = {other: 1 for other in rows_flags(HANDS_ON_ROWS) if other != flag}
+        with pytest.raises(ptx_machine.Stuck, match=f"warp 0 waits for the flag at {flag}"):
+            run_pass(row, HANDS_ON_ROWS, flags=others)
 
 
 SUMMED = [x for x in SCHEDULES.values() if x.states == "summed" and not x.late_ctas]
@@ -118,7 +157,8 @@ FIRST_PARTS = [Schedule(6, 2, 2, "summed"), Schedule(6, 4, 4, "summed")]  # what
 def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
     _, ctas = run_pass(row, schedule)
     for cta in ctas:
-        sequence, first = divmod(cta.index[0] * schedule.chunks_per_cta, schedule.stride)
+        number = schedule.ctas - 1 - cta.index[0] if row.scan == "reverse_state" else cta.index[0]
+        sequence, first = divmod(number * schedule.chunks_per_cta, schedule.stride)
         steps = range(first, min(first + schedule.chunks_per_cta, CHUNKS))
         if first + schedule.chunks_per_cta >= CHUNKS:
             steps = ()

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from cases import chained, every_row, parted, summed, uncut
+from cases import chained, every_row, parted, summed, summed_evenly, uncut
 
 from based_cute import accuracy, launcher
 
@@ -73,7 +73,9 @@ def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_di
 
 @every_row
 @pytest.mark.parametrize(
-    "rule", [summed(1), summed(2), parted(1, 2), parted(2, 2)], ids=["each", "pairs", "first", "first two"]
+    "rule",
+    [summed(1), summed(2), summed_evenly(4), parted(1, 2), parted(2, 2)],
+    ids=["each", "pairs", "evenly", "first", "first two"],
 )
 def test_summed_scans_are_accurate(machine, monkeypatch, key_dim, value_dim, rule):
     inputs = accuracy.make_inputs((1, 310, 3, key_dim, value_dim), "cpu")
@@ -86,7 +88,7 @@ def test_the_rule_of_a_small_card(machine, monkeypatch, heads, length):
     """Nothing forced but the number of SMs: one sequence on 8, three on 2."""
     monkeypatch.setattr(launcher, "_processors", lambda device: 8 if heads == 1 else 2)
     inputs = accuracy.make_inputs((1, length, heads, 16, 64), "cpu")
-    assert launcher._cut(*inputs[::2]).plan.states == ("summed" if heads == 1 else "chained")
+    assert launcher._cut(*inputs[::2], backward=True).plan.states == ("summed" if heads == 1 else "chained")
     assert_accurate(results(inputs), inputs)
 
 

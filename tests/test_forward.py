@@ -198,12 +198,12 @@ def stand_in(scan, key_dim, value_dim):
     assert scan == "output"
     row = config.find(scan, key_dim, value_dim)
 
-    def output(q, k, v, o, r, scale, ctas, stride, chunks_per_cta, late_ctas, chained, states, flags):
+    def output(q, k, v, o, r, scale, ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags):
         for x in (q, k, v, o, r):
             assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
         assert r.shape == (q.shape[0], q.shape[2], q.shape[1]) and r.dtype == torch.float32
         assert stride == chunks_per_cta == -(-q.shape[1] // row.chunk)
-        assert ctas == q.shape[0] * q.shape[2] and late_ctas == chained == 0
+        assert ctas == q.shape[0] * q.shape[2] and late_ctas == hands_on == 0
         for x, y in zip((o, r), reference.chunked_forward(q, k, v, scale, chunk=row.chunk), strict=True):
             x.copy_(y)
 

@@ -20,6 +20,7 @@ import based_bwd
 import based_cute
 from based_cute import accuracy, based_backward, launcher, reference
 from based_cute.kernels import config
+from based_cute.kernels.schedule import HandsOn
 
 OP = torch.ops.based.backward.default
 SHAPE = (2, 70, 3, 8, 16)
@@ -334,7 +335,7 @@ def test_cpu_tensors_give_no_warning(inputs):
 # The launch, with stand-ins for the compiled scans
 
 
-def check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, chained, states, flags):
+def check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags):
     """What every pass asks of its last arguments for tensors like x: room for a state of every CTA whose range ends inside a
     sequence, and lowered flags."""
     batch, length, heads, _ = x.shape
@@ -344,8 +345,10 @@ def check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, chained, states,
     if chunks_per_cta % stride or late_ctas:
         assert states.numel() >= (late_ctas or ctas) * config.state_size(row.key_dim, row.value_dim)
     assert late_ctas in (0, batch * heads) and (chunks > stride if late_ctas else chunks <= stride)
-    if chained:
+    if hands_on == HandsOn.STATE:
         assert stride == chunks <= chunks_per_cta and flags.numel() == ctas and not flags.any()
+    if hands_on == HandsOn.ROWS:
+        assert stride == chunks == chunks_per_cta and flags.numel() == config.TOKEN_WARPGROUPS * ctas
 
 
 def stand_in(scan, key_dim, value_dim):
@@ -357,11 +360,11 @@ def stand_in(scan, key_dim, value_dim):
         for x in tensors:
             assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
 
-    def check_scan(x, ctas, stride, chunks_per_cta, late_ctas, chained, states, flags):
-        check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, chained, states, flags)
+    def check_scan(x, ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags):
+        check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags)
         if late_ctas:
             assert (states == 1).all()
-        elif not chained and chunks_per_cta != stride:
+        elif hands_on != HandsOn.STATE and chunks_per_cta != stride:
             assert (states == 2).all()
 
     def forward_scan(q, k, v, do, dq, rh, scale, *cuts):
@@ -419,7 +422,7 @@ def test_launch_equals_reference(stand_ins, poisoned_memory, key_dim, value_dim,
 def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, states):
     inputs = accuracy.make_inputs((2, length, 3, 16, 64), "cpu")
     monkeypatch.setattr(launcher, "_processors", lambda device: processors)
-    assert launcher._cut(*inputs[::2]).plan.states == states
+    assert launcher._cut(*inputs[::2], backward=True).plan.states == states
     assert equal(launcher._run_kernels(*inputs, None), based_backward(*inputs))
 
 

@@ -44,24 +44,29 @@ def publish_state(acc, tile: SwizzledTile, first: int, thread, features: int):
         stmatrix4(address + first * tile.width, *words)
 
 
+def place_of(number: int, address, thread):
+    """Where the `number`-th four registers of a state stand in memory: (registers / 4, 128 threads, 4) fp32."""
+    return address + (16 * 128) * number + 16 * thread
+
+
 def save_state(accumulators, address, thread):
-    """The accumulators of 128 threads to fp32 at `address`, as (registers / 4, 128, 4): 16 bytes a thread and store."""
+    """The accumulators of 128 threads to fp32 at global `address`."""
     for number, values in enumerate(quadruples(accumulators)):
-        stg128(address + (16 * 128) * number + 16 * Int64(thread), *values)
+        stg128(place_of(number, address, Int64(thread)), *values)
 
 
 def stash_state(accumulators, address, thread):
-    """As `save_state`, to shared memory."""
+    """The same to shared memory."""
     for number, values in enumerate(quadruples(accumulators)):
-        sts128(address + (16 * 128) * number + 16 * thread, *(bits_of(value) for value in values))
+        sts128(place_of(number, address, thread), *(bits_of(value) for value in values))
 
 
 def save_sum(accumulators, stash, address, thread):
     """`save_state` of the accumulators plus what another warpgroup has stashed."""
     for number, values in enumerate(quadruples(accumulators)):
-        others = lds128(stash + (16 * 128) * number + 16 * thread)
+        others = lds128(place_of(number, stash, thread))
         sums = [value + float_of(other) for value, other in zip(values, others, strict=True)]
-        stg128(address + (16 * 128) * number + 16 * Int64(thread), *sums)
+        stg128(place_of(number, address, Int64(thread)), *sums)
 
 
 def load_state(accumulators, address, thread, wanted):
@@ -69,7 +74,7 @@ def load_state(accumulators, address, thread, wanted):
     number = 0
     for acc in accumulators:
         for i in range(0, cute.size(acc), 4):
-            values = ldg128_or_zeros(address + (16 * 128) * number + 16 * Int64(thread), wanted)
+            values = ldg128_or_zeros(place_of(number, address, Int64(thread)), wanted)
             for j in range(4):
                 acc[i + j] = float_of(values[j])
             number += 1

@@ -20,6 +20,7 @@ class Barrier(enum.IntEnum):
     STATES = 3  # both state warpgroups (segment_state.py)
     STATE_FULL = 3  # state warpgroup -> token warpgroup: the copy of the state is there
     STATE_FREE = 6  # token warpgroup -> state warpgroup: the copy has been read
+    ROWS = 12  # a token warpgroup's own four warps
     STAGED = 9  # token warpgroup -> storing warp: dv lies in shared memory
 
 
@@ -39,10 +40,10 @@ def publish():
 
 
 @cute.jit
-def raise_flag(address, thread):
+def raise_flag(address, thread, barrier=Barrier.STATE, group=0):
     """Say to another CTA that what this warpgroup wrote to global memory is there."""
     cute.arch.fence_acq_rel_gpu()
-    wait(Barrier.STATE, 0, WARPGROUP)
+    wait(barrier, group, WARPGROUP)
     if thread == 0:
         store_release(address, 1)
 

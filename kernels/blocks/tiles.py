@@ -8,6 +8,8 @@ from cutlass import BFloat16
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+# Cache policies of TMA loads: fractional L2 policies as createpolicy makes them (CUTLASS, TMA::CacheHintSm90).
+EVICT_NORMAL, EVICT_LAST = 0x1000000000000000, 0x14F0000000000000
 CHUNK_BYTES = 16  # the unit the swizzles move: 8 bf16
 
 

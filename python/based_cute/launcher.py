@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import reference
 from .kernels import config
-from .kernels.schedule import Schedule, schedule
+from .kernels.schedule import HandsOn, Schedule, schedule
 
 BACKENDS = ("auto", "cute", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -479,7 +479,7 @@ def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) ->
         return o, r
     with _current(q.device):
         q, k, v = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v)
-        _scan("output", (q, k, v, o, r), (k, v), scale, _cut(q, v))
+        _scan("output", (q, k, v, o, r), (k, v), scale, _cut(q, v, backward=False))
     return o, r
 
 
@@ -492,7 +492,7 @@ def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | Non
         return dq, dk, dv
     with _current(q.device):
         q, k, v, do = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v), _kernel_operand(do)
-        cuts = _cut(q, v)
+        cuts = _cut(q, v, backward=True)
         rh = q.new_empty((batch, heads, _chunks(length) * config.CHUNK, 2), dtype=torch.float32)
         _scan("forward_scan", (q, k, v, do, dq, rh), (k, v), scale, cuts)
         _scan("reverse_scan", (q, k, v, do, rh, dk, dv), (q, do, rh), scale, cuts)
@@ -500,15 +500,18 @@ def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | Non
 
 
 class _Cuts(NamedTuple):
-    """How the sequences are cut among the SMs, and the scratch that takes: none, or one state (86 KB at K = 16, V = 128) and
-    one flag for each SM. A pass leaves the flags at zero, so that both scans of a backward can use them."""
+    """How the sequences are cut among the SMs, what CTAs hand on, and the scratch that takes: where sequences are cut one state
+    (86 KB at K = 16, V = 128) for each SM, and at most two flags for each. A pass that hands on states leaves their flags at
+    zero, so that both scans of a backward can use them."""
 
     plan: Schedule
+    hands_on: HandsOn
     states: Tensor
     flags: Tensor
 
 
-def _cut(q: Tensor, v: Tensor) -> _Cuts:
+def _cut(q: Tensor, v: Tensor, backward: bool) -> _Cuts:
+    """The cuts of both scans of a backward, or of an output pass, which hands no rows on."""
     (batch, length, heads, key_dim), value_dim = q.shape, v.shape[3]
     sequences, chained_work = batch * heads, config.chained_work(key_dim)
     plan = schedule(sequences, _chunks(length), _processors(q.device), chained_work)
@@ -516,18 +519,23 @@ def _cut(q: Tensor, v: Tensor) -> _Cuts:
     if plan.states != "zero":
         slots = plan.late_ctas or plan.ctas
         states = q.new_empty(slots * config.state_size(key_dim, value_dim), dtype=torch.float32)
-    if plan.states == "chained":
+    hands_on = plan.hands_on
+    if hands_on == HandsOn.STATE:
         flags = q.new_zeros(plan.ctas, dtype=torch.int32)
-    return _Cuts(plan, states, flags)
+    elif hands_on == HandsOn.ROWS and backward:
+        flags = q.new_empty(config.TOKEN_WARPGROUPS * plan.ctas, dtype=torch.int32)
+    else:
+        hands_on = HandsOn.NOTHING
+    return _Cuts(plan, hands_on, states, flags)
 
 
 def _scan(scan: str, tensors: tuple[Tensor, ...], state_inputs: tuple[Tensor, ...], scale: float, cuts: _Cuts) -> None:
     """One pass over all sequences. `tensors` are the arguments of the pass, `state_inputs` what its state is summed from."""
-    plan, states, flags = cuts
+    plan, hands_on, states, flags = cuts
     dims = tensors[0].shape[3], tensors[2].shape[3]
     if plan.states == "summed":
         _sum_states(scan, dims, state_inputs, scale, plan, states)
-    layout = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, int(plan.states == "chained"))
+    layout = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, int(hands_on))
     _kernel(scan, *dims)(*tensors, scale, *layout, states, flags)
 
 
