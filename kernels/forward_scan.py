@@ -42,7 +42,7 @@ from .schedule import HandsOn
 
 DENOMINATOR_EPSILON = 1e-6
 ROOT_HALF, ROOT_TWO = 0.5**0.5, 2.0**0.5
-CENTRED_CHUNKS = 4  # m matters where a chunk's own keys are much of the sum: dq behind it keeps the same error without
+CENTRED_CHUNKS = 4  # behind them a chunk's own keys are a small part of the sums: without m dq has the same error
 KEPT_CHUNKS = 5  # 22 MB of all SMs at V = 128, of an L2 of 50 MB
 
 
@@ -97,11 +97,12 @@ class ForwardScan(Scan):
 
     @cute.jit
     def take_chunks(self, outputs, smem, pipe, at):
-        """As every pass does; then an uncut scan says that r and h of its sequence are there."""
+        """As every pass does; then a warpgroup that took chunks says that their r and h are there. One that took none must not:
+        it could be faster than the loading warp, which lowers the flags."""
         Scan.take_chunks(self, outputs, smem, pipe, at)
-        if at.hands_on == HandsOn.ROWS:
-            thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
-            group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        if (at.hands_on == HandsOn.ROWS) & (group < at.chunks):
             sync.raise_flag(self.rows_flag(at, group), thread % WARPGROUP, Barrier.ROWS, group)
 
     def state_products(self, at, statistics, row):

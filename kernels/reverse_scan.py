@@ -81,15 +81,15 @@ class ReverseScan(Scan):
 
     @cute.jit
     def await_inputs(self, at):
-        """r and h of the sequence are there; where it is uncut, other sequences may still be in the forward scan."""
-        cute.arch.griddepcontrol_launch_dependents()
+        """r and h of the sequence are there; where they are handed on, other sequences may still be in the forward scan."""
         if at.hands_on == HandsOn.ROWS:
-            if cute.arch.thread_idx()[0] < self.config.token_warpgroups:
+            if cute.arch.thread_idx()[0] < cutlass.min(at.chunks, self.config.token_warpgroups):
                 sync.spin_while_zero(self.rows_flag(at, cute.arch.thread_idx()[0]))
             cute.arch.sync_warp()
             cute.arch.fence_proxy("async.global")  # TMA reads what ordinary stores wrote
         else:
             cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
     def state_products(self, at, statistics, row):
         r, _ = row_statistics(statistics, row)

@@ -173,6 +173,8 @@ class Scan:
                 self.help(outputs, smem, pipe, self.place(problem, smem), warp)
         else:
             if warp < 4 + 4 * c.state_warpgroups:
+                if problem.hands_on != HandsOn.ROWS:  # then no state is loaded
+                    cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
                 cute.arch.setmaxregister_increase(c.state_registers)
                 self.carry_state(smem, pipe, self.place(problem, smem))
             elif cutlass.const_expr(c.token_warpgroups > 0):
@@ -260,7 +262,8 @@ class Scan:
         cute.arch.griddepcontrol_launch_dependents()
 
     def rows_flag(self, at, group):
-        """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h are there."""
+        """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h of its chunks are
+        there, if it has any."""
         return at.flags.iterator.toint() + 4 * (self.config.token_warpgroups * at.cta + group)
 
     def load_sides(self, loads, outputs, smem, p):
@@ -313,10 +316,8 @@ class Scan:
     @cute.jit
     def start_state(self, g, p):
         """Zero, or what the CTA before this one left, once every warp is done with the piece before."""
-        if p.step > 0:
-            cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
-            if p.hands_on == HandsOn.STATE:
-                sync.await_flag(p.flags.iterator.toint() + 4 * p.source, g.thread)
+        if (p.step > 0) & (p.hands_on == HandsOn.STATE):
+            sync.await_flag(p.flags.iterator.toint() + 4 * p.source, g.thread)
         load_state((*g.state, g.gram), self.slot(p, p.source), g.thread, p.step)
         sync.wait(Barrier.STATE, g.group, WARPGROUP)
 

@@ -9,8 +9,8 @@ state must get across it:
                 that one CTA does and its second part the last thing that the next one does, and the state waits in memory
                 in between (McNaughton's wrap-around rule). No work is done twice
     "summed"    fewer sequences than SMs: they are cut, and the states at the cuts are computed beforehand (segment_state.py),
-                which reads a part of the inputs once more. At most half as many: each into several ranges, one a CTA. More:
-                each in two, and a CTA takes either the long later part of one or the short first parts of several
+                which reads a part of the inputs once more. At most half as many: each into the same number of ranges, one a
+                CTA. More: each in two, and a CTA takes either the long later part of one or the short first parts of several
 """
 
 import enum
@@ -28,8 +28,8 @@ class HandsOn(enum.IntEnum):
 
     STATE   the state at the end of its range, to the CTA of the same pass that goes on from there ("chained")
     ROWS    r and h of its sequence, from a forward scan that runs in one wave to the reverse scan: each CTA of it starts when
-            its own sequence is through, instead of when all are (2.6% at K = 16). In several waves CTAs would no longer walk
-            side by side: 0.7% slower at K = 8
+            its own sequence is through, instead of when all are: 1.0 to 1.6% of both scans. In several waves CTAs would no
+            longer walk side by side: 0.7% slower at K = 8
     """
 
     NOTHING, STATE, ROWS = range(3)
@@ -63,12 +63,9 @@ def schedule(sequences: int, chunks: int, processors: int, chained_work: float) 
             return Schedule(-(-sequences * chunks // per_cta), per_cta, chunks, "chained", hands_on=HandsOn.STATE)
     elif 2 * sequences <= processors:
         per_cta = -(-chunks // (processors // sequences))
-        stride = -(-chunks // per_cta) * per_cta
-        evenly = -(-sequences * chunks // processors)  # where a range may end one sequence and begin the next
-        if chained_work * evenly < per_cta:
-            per_cta, stride = evenly, chunks
         if (1 + SUMMED_WORK) * per_cta + SUMMED_START < chunks:
-            return Schedule(-(-sequences * stride // per_cta), per_cta, stride, "summed")
+            ranges = -(-chunks // per_cta)
+            return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
     elif sequences < processors:
         several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
         first = chunks // (several + 1)

@@ -40,15 +40,6 @@ def summed(per_cta: int) -> Rule:
     return rule
 
 
-def summed_evenly(per_cta: int) -> Rule:
-    """Ranges of `per_cta` chunks, whose ends may be inside of sequences."""
-
-    def rule(sequences, chunks, *_):
-        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, "summed")
-
-    return rule
-
-
 def parted(first: int, several: int) -> Rule:
     """A CTA takes what follows the first chunks of one sequence, or the first chunks of `several`."""
 

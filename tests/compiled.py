@@ -183,10 +183,14 @@ def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, c
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
     maps = {position: tensor_map(name, tensors[name]) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
-    heap.copy_in(machine)
+    if late and not (row.scan == "reverse_scan" and hands_on == HandsOn.ROWS):
+        machine.kernel_before = lambda: heap.copy_in(machine)
+    else:
+        heap.copy_in(machine)
     if hands_on != HandsOn.NOTHING:
         machine.flags = {FLAGS + 4 * i: flag for i, flag in enumerate(flags.tolist())}
     machine.run(ctas)
+    assert not machine.kernel_before, "nobody waits for the kernel before"
     heap.copy_out(machine)
     if hands_on != HandsOn.NOTHING:
         flags.copy_(torch.tensor([machine.flags.pop(FLAGS + 4 * i) for i in range(flags.numel())]))

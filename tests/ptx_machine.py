@@ -4,7 +4,8 @@ It executes integer, fp32 and packed bf16 arithmetic, shared and global memory, 
 bulk tensor copies with their swizzles, mbarriers with their byte counts, named barriers and flags in global memory. A hang, a
 copy of the wrong chunk, registers that are not there, a barrier with the wrong count, a wrong layout or a wrong number all show
 on a CPU. Loads are done at once. Products and bulk stores are done at once too, or, with `late`, only when somebody waits for
-them: whatever is read too early or overwritten too soon then shows in the numbers of one of the two runs.
+them, the last warps go first, and the kernel before ends only when nothing else can go on: whatever is read too early or
+overwritten too soon, and whoever is taken to be slower, then shows in one of the two runs.
 
 A run that only asks who waits for whom first drops the arithmetic (`slice_control`) and is three times as fast.
 """
@@ -24,6 +25,7 @@ GLOBAL = 1 << 33  # where global memory begins
 LOOPING_SCOPES = {"mbarrier.try_wait": "wait", "ld.acquire": "spin"}  # inline assembly that loops until something has happened
 DONE = 1 << 30  # the program counter of a lane that has returned
 EFFECTS = ("bra", "bar", "wait", "spin", "setmaxnreg", "ret", "mbarrier", "cp.async.bulk.tensor", "st.release", "st.volatile")
+EFFECTS += ("griddepcontrol.wait",)
 TYPES = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
@@ -197,6 +199,7 @@ class Machine:
         self.late = late
         self.memory = np.full(global_bytes // 4 + 1, 0x7FC07FC0, np.uint32)
         self.flags: dict[int, int] = {}
+        self.kernel_before: Callable | None = None  # what it still does, once nothing else can go on
         self.launch_registers = 65536 // threads // 8 * 8
         self.code = [compile_instruction(self, instruction) for instruction in program.instructions]
 
@@ -204,7 +207,7 @@ class Machine:
         """All CTAs of a (ctas, rows) grid to their end. Raises Stuck when nothing can go on."""
         grid = [Cta((x, y), self.threads) for y in range(rows) for x in range(ctas)]
         units = [Unit(self, cta, first, count) for cta in grid for first, count in self.units()]
-        units = deque((unit, unit.run()) for unit in units)
+        units = deque((unit, unit.run()) for unit in (reversed(units) if self.late else units))
         waiting: dict[tuple, str] = {}
         while units:
             unit, steps = units.popleft()
@@ -215,7 +218,11 @@ class Machine:
                 waiting[unit.cta.index, unit.first_warp] = reason
             if reason != "done":
                 units.append((unit, steps))
-                if len(waiting) == len(units):
+                if len(waiting) == len(units) and self.kernel_before:
+                    self.kernel_before()
+                    self.kernel_before = None
+                    waiting.clear()
+                elif len(waiting) == len(units):
                     raise Stuck("; ".join(f"CTA {c} warp {w} waits for {why}" for (c, w), why in sorted(waiting.items())[:24]))
         for cta in grid:
             assert all(barrier.bytes == 0 for barrier in cta.mbarriers.values())
@@ -748,6 +755,14 @@ def wait(machine, name, operands):
     return execute
 
 
+def grid_wait(machine, name, operands):
+    def execute(unit, active):
+        while machine.kernel_before:
+            yield "the kernel before"
+
+    return execute
+
+
 def spin(machine, name, operands):
     address = reader(machine, operands[0])
 
@@ -820,6 +835,7 @@ def bulk_copy(machine, name, operands):
     shared, barrier_address = reader(machine, shared_side), reader(machine, operands[2]) if is_load else None
 
     def execute(unit, active):
+        assert not machine.kernel_before, "a bulk copy that does not wait for the kernel before"
         warps = active.reshape(-1, WARP)
         for lane in WARP * np.flatnonzero(warps.any(1)) + warps.argmax(1)[warps.any(1)]:
             parameter, *coordinates = (int(signed(full(unit, part(unit))[lane], "s")) for part in parts)
@@ -872,6 +888,7 @@ def set_registers(machine, name, operands):
 EFFECT_HANDLERS: dict[str, Callable] = {
     "wait": wait,
     "spin": spin,
+    "griddepcontrol.wait": grid_wait,
     "st.release": store_flag,
     "bar.sync": named_barrier,
     "bar.arrive": named_barrier,
