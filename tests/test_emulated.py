@@ -8,11 +8,14 @@ import torch
 from cases import chained, every_row, parted, summed, uncut
 
 from based_cute import accuracy, launcher
+from based_cute.kernels import config
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
 import compiled  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
 from compiled import emulated, without  # noqa: E402
+
+WAIT = "griddepcontrol.wait"
 
 
 @pytest.fixture(params=[False, True], ids=["early", "late"])
@@ -125,3 +128,16 @@ def test_faults_show(monkeypatch, poisoned_memory, name, late, seen):
     emulated("output", 16, 64, late=late)(q, k, v, o, r, 0.25, 1, 4, 4, 0, 0, *unused)
     error = accuracy.relative_error(o, accuracy.gold_output(q, k, v))
     assert (not error <= accuracy.OUTPUT_LIMIT) == seen
+
+
+def test_a_pass_that_does_not_wait_for_the_kernel_before_shows(monkeypatch, poisoned_memory):
+    intact = compiled.compiled_program
+    waits = sum(x.name == "griddepcontrol.wait" for x in intact(config.find("output", 16, 64)).instructions)
+    assert waits == 2  # of the warp that loads and of the state's
+    monkeypatch.setattr(compiled, "compiled_program", lambda row: without(without(intact(row), WAIT), WAIT))
+    q, k, v, _ = accuracy.make_inputs((1, 64, 1, 16, 64), "cpu")
+    unused = torch.empty(4), torch.zeros(4, dtype=torch.int32)
+    arguments = q, k, v, v.new_empty(v.shape), torch.empty(1, 1, 64), 0.25, 1, 1, 1, 0, 0, *unused
+    emulated("output", 16, 64)(*arguments)
+    with pytest.raises(AssertionError, match="does not wait for the kernel before"):
+        emulated("output", 16, 64, late=True)(*arguments)

@@ -174,6 +174,20 @@ def test_cut_scans_are_deterministic_and_capturable(monkeypatch, rule):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rule", [uncut, *RULES.values()], ids=["uncut", *RULES])
+@pytest.mark.parametrize("length", [64, 1000])
+def test_calls_in_a_queue_do_not_see_each_other(monkeypatch, rule, length):
+    """Each pass starts while the one before it ends: calls on two inputs in turn, in the same memory, must not mix them."""
+    sets = [accuracy.make_inputs((2, length, 5, 16, 128), "cuda", seed) for seed in range(2)]
+    expected = [results(monkeypatch, rule, inputs) for inputs in sets]
+    for _ in range(10):
+        torch.cuda._sleep(1_000_000)  # the host gets ahead
+        found = [results(monkeypatch, rule, inputs) for inputs in sets]
+        for pair in zip(found, expected, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(*pair, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape", [(1, 20_000, 4, 16, 128), (6, 1024, 24, 16, 128), (3, 512, 50, 8, 64), (4, 4000, 24, 16, 64)], ids=str
 )
