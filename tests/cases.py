@@ -1,4 +1,4 @@
-"""What several test files share: the (K, V) of the table, rules that cut sequences as told, and memory with guards."""
+"""What several test files share: the (K, V) of the table, equality, rules that cut sequences as told, and guarded memory."""
 
 import math
 from collections.abc import Callable
@@ -12,6 +12,16 @@ from based_cute.kernels.schedule import HandsOn, Schedule
 
 DIMS = sorted({(row.key_dim, row.value_dim) for row in config.ROWS})
 every_row = pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
+
+
+def equal(tensors, others) -> bool:
+    """Bitwise, one by one."""
+    return all(torch.equal(x, y) for x, y in zip(tensors, others, strict=True))
+
+
+def contiguous_strides(x: Tensor) -> tuple[int, ...]:
+    return torch.empty(x.shape, device="meta").stride()
+
 
 Rule = Callable[..., Schedule]  # stands in for schedule.schedule
 

@@ -94,6 +94,10 @@ def descriptors_of(row: config.ScanConfig) -> dict[str, int]:
     return dict(zip(DESCRIPTORS[row.scan], positions, strict=True))
 
 
+def flag_addresses(count: int) -> list[int]:
+    return [FLAGS + 4 * i for i in range(count)]
+
+
 def launch_parameters(row: config.ScanConfig, *problem: int, others: type[dict] = dict) -> tuple[dict, int]:
     """The scalars of scan.Problem and the flags by their positions, and where the states go; `others` stands for the rest."""
     scalars = [i for i, size in enumerate(compiled_program(row).sizes) if size == 4]
@@ -169,9 +173,11 @@ def tensor_map(name: str, tensor: Tensor) -> ptx_machine.TensorMap:
 def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, ctas: int, *rest, late: bool = False) -> None:
     """One launch of a pass, with the arguments of build.load(row) behind `tensors`."""
     program, heap = compiled_program(row), Heap()
-    stride, chunks_per_cta, *others, states = rest[:-1] if row.scan in config.SCANS else rest
-    late_ctas, hands_on = others or (0, HandsOn.NOTHING)
-    flags = rest[-1] if row.scan in config.SCANS else None
+    if row.scan in config.SCANS:
+        stride, chunks_per_cta, late_ctas, hands_on, states, flags = rest
+    else:
+        stride, chunks_per_cta, states = rest
+        late_ctas, hands_on, flags = 0, HandsOn.NOTHING, None
     batch, length, heads, _ = next(iter(tensors.values())).shape
     factor = int(np.float32(scale).view(np.uint32))
     cuts = (ctas, stride, chunks_per_cta, late_ctas, hands_on)
@@ -188,12 +194,12 @@ def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, c
     else:
         heap.copy_in(machine)
     if hands_on != HandsOn.NOTHING:
-        machine.flags = {FLAGS + 4 * i: flag for i, flag in enumerate(flags.tolist())}
+        machine.flags = dict(zip(flag_addresses(flags.numel()), flags.tolist(), strict=True))
     machine.run(ctas)
     assert not machine.kernel_before, "nobody waits for the kernel before"
     heap.copy_out(machine)
     if hands_on != HandsOn.NOTHING:
-        flags.copy_(torch.tensor([machine.flags.pop(FLAGS + 4 * i) for i in range(flags.numel())]))
+        flags.copy_(torch.tensor([machine.flags.pop(address) for address in flag_addresses(flags.numel())]))
     assert not machine.flags, "flags outside the tensor"
 
 

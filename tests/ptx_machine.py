@@ -24,8 +24,19 @@ SHARED_BYTES = 232448
 GLOBAL = 1 << 33  # where global memory begins
 LOOPING_SCOPES = {"mbarrier.try_wait": "wait", "ld.acquire": "spin"}  # inline assembly that loops until something has happened
 DONE = 1 << 30  # the program counter of a lane that has returned
-EFFECTS = ("bra", "bar", "wait", "spin", "setmaxnreg", "ret", "mbarrier", "cp.async.bulk.tensor", "st.release", "st.volatile")
-EFFECTS += ("griddepcontrol.wait",)
+EFFECTS = (
+    "bra",
+    "ret",
+    "bar",
+    "wait",
+    "spin",
+    "griddepcontrol.wait",
+    "setmaxnreg",
+    "mbarrier",
+    "cp.async.bulk.tensor",
+    "st.release",
+    "st.volatile",
+)
 TYPES = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
@@ -323,8 +334,7 @@ def compile_instruction(machine: Machine, instruction: Instruction) -> tuple:
     return guard, negated, None, False, handler(machine, name, operands)
 
 
-NOTHING = ("nop", "fence", "griddepcontrol", "prefetch", "bar.warp")
-NOTHING += ("wgmma.fence",)
+NOTHING = ("nop", "fence", "griddepcontrol.launch_dependents", "prefetch", "bar.warp", "wgmma.fence")
 
 
 def find(table: dict[str, Callable], name: str) -> Callable | None:

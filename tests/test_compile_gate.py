@@ -14,11 +14,11 @@ from based_cute.kernels.schedule import HandsOn, Schedule
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
 from compiled import (  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
-    FLAGS,
     compile_report,
     compiled_program,
     control_program,
     descriptors_of,
+    flag_addresses,
     launch_parameters,
     without,
 )
@@ -92,7 +92,7 @@ def run_pass(
 
 
 def rows_flags(plan: Schedule) -> list[int]:
-    return [FLAGS + 4 * i for i in range(config.TOKEN_WARPGROUPS * plan.ctas)]
+    return flag_addresses(config.TOKEN_WARPGROUPS * plan.ctas)
 
 
 def copies_of(row: config.ScanConfig, places) -> Counter:

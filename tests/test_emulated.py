@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from cases import chained, every_row, parted, summed, uncut
+from cases import chained, equal, every_row, parted, summed, uncut
 
 from based_cute import accuracy, launcher
 from based_cute.kernels import config
@@ -14,8 +14,6 @@ pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
 import compiled  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
 from compiled import emulated, without  # noqa: E402
-
-WAIT = "griddepcontrol.wait"
 
 
 @pytest.fixture(params=[False, True], ids=["early", "late"])
@@ -71,7 +69,7 @@ def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_di
     monkeypatch.setattr(launcher, "schedule", uncut)
     expected = results(inputs)
     monkeypatch.setattr(launcher, "schedule", chained(share))
-    assert all(torch.equal(x, y) for x, y in zip(results(inputs), expected, strict=True))
+    assert equal(results(inputs), expected)
 
 
 @every_row
@@ -108,6 +106,16 @@ def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
 # What the machine would see
 
 
+def run_output(length, late):
+    """The output pass alone at (1, length, 1, 16, 64): the error of its o."""
+    chunks = -(-length // config.CHUNK)
+    q, k, v, _ = accuracy.make_inputs((1, length, 1, 16, 64), "cpu")
+    o, r = launcher._empty_outputs(q, v)
+    cuts = (1, chunks, chunks, 0, 0, torch.empty(4), torch.zeros(4, dtype=torch.int32))
+    emulated("output", 16, 64, late=late)(q, k, v, o, r, 0.25, *cuts)
+    return accuracy.relative_error(o, accuracy.gold_output(q, k, v))
+
+
 @pytest.mark.parametrize(
     ("name", "late", "seen"),
     [
@@ -122,22 +130,14 @@ def test_faults_show(monkeypatch, poisoned_memory, name, late, seen):
     intact = compiled.compiled_program
     if name != "nothing":
         monkeypatch.setattr(compiled, "compiled_program", lambda row: without(intact(row), name))
-    q, k, v, _ = accuracy.make_inputs((1, 200, 1, 16, 64), "cpu")
-    o, r = v.new_empty(v.shape), torch.empty(1, 1, 200)
-    unused = torch.empty(4), torch.zeros(4, dtype=torch.int32)
-    emulated("output", 16, 64, late=late)(q, k, v, o, r, 0.25, 1, 4, 4, 0, 0, *unused)
-    error = accuracy.relative_error(o, accuracy.gold_output(q, k, v))
-    assert (not error <= accuracy.OUTPUT_LIMIT) == seen
+    assert (not run_output(200, late) <= accuracy.OUTPUT_LIMIT) == seen
 
 
 def test_a_pass_that_does_not_wait_for_the_kernel_before_shows(monkeypatch, poisoned_memory):
-    intact = compiled.compiled_program
-    waits = sum(x.name == "griddepcontrol.wait" for x in intact(config.find("output", 16, 64)).instructions)
+    intact, wait = compiled.compiled_program, "griddepcontrol.wait"
+    waits = sum(x.name == wait for x in intact(config.find("output", 16, 64)).instructions)
     assert waits == 2  # of the warp that loads and of the state's
-    monkeypatch.setattr(compiled, "compiled_program", lambda row: without(without(intact(row), WAIT), WAIT))
-    q, k, v, _ = accuracy.make_inputs((1, 64, 1, 16, 64), "cpu")
-    unused = torch.empty(4), torch.zeros(4, dtype=torch.int32)
-    arguments = q, k, v, v.new_empty(v.shape), torch.empty(1, 1, 64), 0.25, 1, 1, 1, 0, 0, *unused
-    emulated("output", 16, 64)(*arguments)
+    monkeypatch.setattr(compiled, "compiled_program", lambda row: without(without(intact(row), wait), wait))
+    assert run_output(64, late=False) <= accuracy.OUTPUT_LIMIT
     with pytest.raises(AssertionError, match="does not wait for the kernel before"):
-        emulated("output", 16, 64, late=True)(*arguments)
+        run_output(64, late=True)

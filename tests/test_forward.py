@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import contiguous_strides, equal
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import checkpoint as ckpt
@@ -31,14 +32,6 @@ def inputs_of(shape=SHAPE, dtype=torch.bfloat16, seed=0):
 
 def leaves_of(*tensors):
     return [x.detach().requires_grad_() for x in tensors]
-
-
-def equal(results, others):
-    return all(torch.equal(x, y) for x, y in zip(results, others, strict=True))
-
-
-def contiguous_strides(x):
-    return torch.empty(x.shape, device="meta").stride()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

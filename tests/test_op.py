@@ -13,6 +13,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from cases import contiguous_strides, equal
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,14 +30,6 @@ SHAPE = (2, 70, 3, 8, 16)
 @pytest.fixture
 def inputs():
     return accuracy.make_inputs(SHAPE, "cpu")
-
-
-def equal(gradients, others):
-    return all(torch.equal(x, y) for x, y in zip(gradients, others, strict=True))
-
-
-def contiguous_strides(x):
-    return torch.empty(x.shape, device="meta").stride()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

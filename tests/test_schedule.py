@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import chained, every_row, parted, summed, uncut
+from cases import chained, equal, every_row, parted, summed, uncut
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,7 +119,7 @@ def test_chained_is_bitwise_equal(monkeypatch, key_dim, value_dim, length, share
     inputs = accuracy.make_inputs((3, length, 3, key_dim, value_dim), "cuda")
     expected = results(monkeypatch, uncut, inputs)
     found = results(monkeypatch, chained(share), inputs)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert equal(found, expected)
 
 
 @pytest.mark.gpu
@@ -164,13 +164,13 @@ def test_cut_scans_are_deterministic_and_capturable(monkeypatch, rule):
     for _ in range(10):
         with torch.cuda.stream(neighbour):
             noise @ noise
-        assert all(torch.equal(x, y) for x, y in zip(results(monkeypatch, rule, inputs), expected, strict=True))
+        assert equal(results(monkeypatch, rule, inputs), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = results(monkeypatch, rule, inputs)
     for _ in range(2):
         graph.replay()
-        assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+        assert equal(captured, expected)
 
 
 @pytest.mark.gpu
@@ -183,8 +183,7 @@ def test_calls_in_a_queue_do_not_see_each_other(monkeypatch, rule, length):
     for _ in range(10):
         torch.cuda._sleep(1_000_000)  # the host gets ahead
         found = [results(monkeypatch, rule, inputs) for inputs in sets]
-        for pair in zip(found, expected, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(*pair, strict=True))
+        assert all(equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu
