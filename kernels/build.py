@@ -1,12 +1,12 @@
-"""From a config row to a callable: compile without tensors or a GPU, keep the object, load it.
+"""From an operation to a callable: compile without tensors or a GPU, keep the object, load it.
 
 `load` looks in this process, among the objects shipped with the package, in the on-disk cache, and compiles last. A compiled
 kernel is always loaded from its exported object: that gives a bare TVM-FFI function, without the DSL's Python wrapper
-around every call. A cache entry is named after everything that decides its content (the row, the fingerprint of these
+around every call. A cache entry is named after everything that decides its content (its name, the fingerprint of these
 sources, the compiler's versions), begins with the digest of its object, and appears by rename, so that several processes
 need no lock: at worst each compiles for itself.
 
-    python -m based_cute.kernels.build --export DIR      compile every row into DIR (what an ahead-of-time build ships)
+    python -m based_cute.kernels.build --export DIR      compile every operation into DIR (what an ahead-of-time build ships)
 """
 
 import argparse
@@ -18,7 +18,7 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-from .config import ROWS, ScanConfig
+from .config import Operation, ScanConfig, all_operations, operation_of
 
 ARCH = "sm_90a"
 COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi")  # distributions whose version decides the object
@@ -35,48 +35,48 @@ def sources_sha256() -> str:
     return digest.hexdigest()
 
 
-def object_key(config: ScanConfig) -> str:
-    """Name of the row's object: the row and a digest of what else decides its content."""
+def object_key(operation: Operation) -> str:
+    """Name of the operation's object: its own and a digest of what else decides its content."""
     versions = [f"{name}={metadata.version(name)}" for name in COMPILERS]
     digest = hashlib.sha256("\n".join([sources_sha256(), ARCH, *versions]).encode()).hexdigest()
-    return f"{config.name}-{digest[:16]}"
+    return f"{operation.name}-{digest[:16]}"
 
 
-def load(config: ScanConfig):
-    """The row's compiled function; its arguments are those of the scan's `__call__` without the stream.
+def load(operation: Operation):
+    """The operation's compiled function; its arguments are those of its `__call__` in operation.py without the stream.
 
     It takes torch tensors (bf16, last stride 1, 16-byte aligned; checked at the call) and runs on torch's current stream.
     Raises ImportError where the DSL is not installed.
     """
-    function = _functions.get(config.name)
+    function = _functions.get(operation.name)
     if function is None:
         with _lock:
-            function = _functions.get(config.name) or _load(config)
-            _functions[config.name] = function
+            function = _functions.get(operation.name) or _load(operation)
+            _functions[operation.name] = function
     return function
 
 
-def _load(config: ScanConfig):
-    key = object_key(config)
+def _load(operation: Operation):
+    key = object_key(operation)
     shipped = SHIPPED / f"{key}.o"
     if shipped.is_file():
-        return _load_object(shipped.read_bytes(), config)
+        return _load_object(shipped.read_bytes(), operation.name)
     cache = cache_directory()
     content = _read_entry(cache / key) if cache else None
     if content is None:
-        content = compile_object(config)
+        content = compile_object(operation)
         if cache:
             _write_entry(cache / key, content)
-    return _load_object(content, config)
+    return _load_object(content, operation.name)
 
 
-def _load_object(content: bytes, config: ScanConfig):
+def _load_object(content: bytes, name: str):
     from cutlass.cute.runtime import load_module
 
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"{config.name}.o"
+        path = Path(directory) / f"{name}.o"
         path.write_bytes(content)
-        return getattr(load_module(str(path), enable_tvm_ffi=True), config.name)
+        return getattr(load_module(str(path), enable_tvm_ffi=True), name)
 
 
 # ---- the on-disk cache ----
@@ -125,17 +125,22 @@ def _write_entry(path: Path, content: bytes) -> None:
 # ---- compiling ----
 
 
-def compile_object(config: ScanConfig) -> bytes:
-    """Compile one row to a relocatable object whose function is named `config.name`."""
-    compiled = compile_row(config)
+def compile_object(operation: Operation) -> bytes:
+    """Compile an operation to a relocatable object whose function has its name."""
+    compiled = compile_rows(operation.kind, operation.rows)
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"{config.name}.o"
-        compiled.export_to_c(object_file_path=str(path), function_name=config.name)
+        path = Path(directory) / f"{operation.name}.o"
+        compiled.export_to_c(object_file_path=str(path), function_name=operation.name)
         return path.read_bytes()
 
 
-def compile_row(config: ScanConfig):
-    """Compile one row from fake tensors with symbolic B, T and H; needs neither a GPU nor torch.
+def compile_row(row: ScanConfig):
+    """Compile one pass alone, for those who want to look at it."""
+    return compile_rows(operation_of(row), (row,))
+
+
+def compile_rows(kind: str, rows: tuple[ScanConfig, ...]):
+    """Compile the passes `rows` of an operation from fake tensors with symbolic B, T and H; needs neither a GPU nor torch.
 
     Strides are 64-bit: B * T * H * V passes 2^31 at sizes people use.
     """
@@ -144,49 +149,34 @@ def compile_row(config: ScanConfig):
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-    from .forward_scan import ForwardScan
-    from .output import OutputScan
-    from .reverse_scan import ReverseScan
-    from .segment_state import ForwardState, OutputState, ReverseState, StateSum
+    from .operation import OPERATIONS
 
-    batch, tokens, heads, padded, values, slots = (cute.sym_int32() for _ in range(6))
+    batch, tokens, heads, words = (cute.sym_int32() for _ in range(4))
 
-    def rows(width):
+    def tokenwise(width):
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
         return make_fake_tensor(cutlass.BFloat16, (batch, tokens, heads, width), stride=strides, assumed_align=16)
 
-    def contiguous(*shape, dtype=cutlass.Float32):
+    def contiguous(*shape):
         order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
+        return make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=16)
 
-    def key():
-        return rows(config.key_dim)
-
-    def value():
-        return rows(config.value_dim)
-
-    scale, count, states = cutlass.Float32(1.0), cutlass.Int32(1), contiguous(values)
-    statistics = contiguous(batch, heads, padded, 2)
-    cuts = (scale, count, count, count, count, count, states, contiguous(slots, dtype=cutlass.Int32))
-    scan, *arguments = {
-        "forward_scan": (ForwardScan, key(), key(), value(), value(), key(), statistics, *cuts),
-        "reverse_scan": (ReverseScan, key(), key(), value(), value(), statistics, key(), value(), *cuts),
-        "output": (OutputScan, key(), key(), value(), value(), contiguous(batch, heads, tokens), *cuts),
-        "forward_state": (ForwardState, key(), value(), scale, count, count, count, states),
-        "reverse_state": (ReverseState, key(), value(), statistics, scale, count, count, count, states),
-        "output_state": (OutputState, key(), value(), scale, count, count, count, states),
-        "state_sum": (StateSum, states, count, count, count),
-    }[config.scan]
-    scan.kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    widths = {"k": rows[0].key_dim, "v": rows[0].value_dim}
+    named = {"forward": "kkvv", "backward": "kkvvkkv"}[kind]  # q, k, v, o and q, k, v, do, dq, dk, dv
+    tensors = [tokenwise(widths[width]) for width in named]
+    if kind == "forward":
+        tensors.append(contiguous(batch, heads, tokens))
+    numbers = (cutlass.Float32(1.0), *[cutlass.Int32(1)] * 5, *[cutlass.Int64(1)] * 2)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(scan(config), *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH}")
+    arguments = (*tensors, contiguous(words), *numbers, stream)
+    return cute.compile(OPERATIONS[kind](rows), *arguments, options=f"--enable-tvm-ffi --gpu-arch {ARCH}")
 
 
 def export(directory: Path) -> None:
-    """Compile every row into `directory`, under the names that `load` looks for."""
+    """Compile every operation into `directory`, under the names that `load` looks for."""
     directory.mkdir(parents=True, exist_ok=True)
-    for config in ROWS:
-        (directory / f"{object_key(config)}.o").write_bytes(compile_object(config))
+    for operation in all_operations():
+        (directory / f"{object_key(operation)}.o").write_bytes(compile_object(operation))
 
 
 def main() -> None:

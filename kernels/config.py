@@ -16,13 +16,15 @@ SCANS = ("forward_scan", "reverse_scan", "output")
 STATES = ("forward_state", "reverse_state", "output_state")  # their states at the cuts of a sequence
 STATE_SUM = "state_sum"
 PASSES = (*SCANS, *STATES, STATE_SUM)
+OPERATIONS = {"forward": ("output",), "backward": ("forward_scan", "reverse_scan")}  # what a call runs, in order
 
 
 @dataclass(frozen=True)
 class ScanConfig:
     """One kernel: which scan, its problem dimensions, its pipeline depth and its register split.
 
-    With two feature tiles the state warpgroup builds the next chunk's features while this chunk's are multiplied.
+    With two feature tiles the state warpgroup builds the next chunk's features while this chunk's are multiplied. A pass that
+    sums states has a ring of them, which its token warpgroups fill.
     With early_inter a token warpgroup issues its product with the state (F/2 registers) together with the scores, before the
     elementwise work instead of after it.
     In blocks of `causal_block` rows and columns the elementwise work spares the masked ones, and the mask in the others but
@@ -38,7 +40,6 @@ class ScanConfig:
     chunk: int = CHUNK
     stages: int = 3
     feature_tiles: int = 1
-    state_warpgroups: int = 1
     token_warpgroups: int = TOKEN_WARPGROUPS
     early_inter: bool = False
     causal_block: int = 16
@@ -71,12 +72,11 @@ class ScanConfig:
 
     @property
     def threads(self) -> int:
-        return (1 + self.state_warpgroups + self.token_warpgroups) * WARPGROUP
+        return (2 + self.token_warpgroups) * WARPGROUP
 
     @property
     def registers(self) -> int:
-        states, tokens = self.state_warpgroups * self.state_registers, self.token_warpgroups * self.token_registers
-        return WARPGROUP * (self.producer_registers + states + tokens)
+        return WARPGROUP * (self.producer_registers + self.state_registers + self.token_warpgroups * self.token_registers)
 
     @property
     def launch_registers(self) -> int:
@@ -90,8 +90,13 @@ class ScanConfig:
 
     @property
     def ahead(self) -> bool:
-        """Whether features are built one chunk ahead."""
+        """Whether the state warpgroup builds features one chunk ahead."""
         return self.feature_tiles == 2
+
+    @property
+    def publishes(self) -> bool:
+        """Whether the token warpgroups get copies of the state."""
+        return self.scan in SCANS
 
     @property
     def tile_bytes(self) -> int:
@@ -103,15 +108,15 @@ class ScanConfig:
     @property
     def shared_memory(self) -> int:
         """Bytes a CTA takes (the kernel asserts that its storage struct has this size): the stages, the feature tiles, the
-        barriers; for each token warpgroup a bf16 copy of the state, the normaliser (four bf16 tiles), in the output pass a
-        tile of o; and for all of them a tile of ones."""
-        features = 2 * self.state_warpgroups * self.feature_tiles * self.chunk * self.features
+        barriers; where the state is published for each token warpgroup a bf16 copy of it, the normaliser (four bf16 tiles),
+        in the output pass a tile of o; and for all of them a tile of ones."""
+        features = 2 * self.feature_tiles * self.chunk * self.features
         barriers = 2 * 8 * self.stages + 4 * 4  # and the four words of the range
-        published = 2 * self.value_dim * self.features + 4 * 2 * self.padded_key_dim**2
-        if self.scan == "output":
-            published += 2 * self.chunk * self.value_dim
-        ones = 2 * self.chunk * self.padded_key_dim if self.token_warpgroups else 0
-        total = self.stages * self.tile_bytes + features + barriers + self.token_warpgroups * published + ones
+        total = self.stages * self.tile_bytes + features + barriers
+        if self.publishes:
+            published = 2 * self.value_dim * self.features + 4 * 2 * self.padded_key_dim**2
+            tiles_of_o = 2 * self.chunk * self.value_dim if self.scan == "output" else 0
+            total += self.token_warpgroups * (published + tiles_of_o) + 2 * self.chunk * self.padded_key_dim
         return -(-total // 1024) * 1024
 
 
@@ -122,7 +127,7 @@ def _rows(scan: str) -> tuple[ScanConfig, ...]:
     reverse = scan == "reverse_scan"
     early = {"early_inter": scan != "output"}
     whole, halves = ({"causal_block": n if reverse else 16} for n in (CHUNK, 32))
-    stages, spill = (3, 12) if reverse else (4, 0)
+    stages, spill = (3, 24) if reverse else (4, 0)  # three words where a cut sequence is handed on, one read once a chunk
     plenty = "shared memory allows stages and tiles"
     paced = "reverse: 3 stages beat 4 by 6%, no blocks those of 32 by 1%: less work, but CTAs that drift apart"
     full = "the only split that compiles clean; shared memory is full; reverse: blocks of 16 serialise WGMMA"
@@ -135,10 +140,10 @@ def _rows(scan: str) -> tuple[ScanConfig, ...]:
 
 
 def _state_rows(scan: str) -> tuple[ScanConfig, ...]:
-    """The rows of a pass that sums states: two state warpgroups and nothing else."""
-    alone = {"state_warpgroups": 2, "token_warpgroups": 0, "feature_tiles": 2, "stages": 6, "producer_registers": 24}
+    """The rows of a pass that sums states, or adds them up along a sequence."""
+    ring = {"feature_tiles": 4, "stages": 6, "state_registers": 216, "token_registers": 136}
     return tuple(
-        ScanConfig(scan, key_dim, value_dim, **alone, state_registers=240, origin="one loop for all: bound by bytes at V = 128")
+        ScanConfig(scan, key_dim, value_dim, **ring, origin="registers as in the scan at (16, 128)")
         for key_dim in (8, 16)
         for value_dim in (64, 128)
     )
@@ -155,9 +160,37 @@ def find(scan: str, key_dim: int, value_dim: int) -> ScanConfig | None:
     return next((row for row in ROWS if (row.scan, row.key_dim, row.value_dim) == (scan, key_dim, value_dim)), None)
 
 
-def state_pass(scan: str) -> str:
-    """The name of the pass that sums the states of `scan`."""
-    return f"{scan.removesuffix('_scan')}_state"
+@dataclass(frozen=True)
+class Operation:
+    """All kernels that one call from the host launches, one after the other on a stream: the scans of a forward or a backward
+    or, where the states at the cuts are computed beforehand (`summed`), before each scan the passes that do that."""
+
+    kind: str
+    key_dim: int
+    value_dim: int
+    summed: bool = False
+
+    @property
+    def name(self) -> str:
+        """File name and function name."""
+        return f"based_{self.kind}_{self.key_dim}_{self.value_dim}" + "_summed" * self.summed
+
+    @property
+    def rows(self) -> tuple[ScanConfig, ...]:
+        scans = OPERATIONS[self.kind]
+        passes = [(f"{scan.removesuffix('_scan')}_state", STATE_SUM, scan) if self.summed else (scan,) for scan in scans]
+        return tuple(find(name, self.key_dim, self.value_dim) for group in passes for name in group)
+
+
+def operation_of(row: ScanConfig) -> str:
+    """The kind of operation that has what the pass `row` works on."""
+    return "forward" if row.scan.startswith("output") else "backward"
+
+
+def all_operations() -> tuple[Operation, ...]:
+    """Every operation of every (K, V) of the table."""
+    dims = sorted({(row.key_dim, row.value_dim) for row in ROWS})
+    return tuple(Operation(kind, *pair, summed) for kind in OPERATIONS for pair in dims for summed in (False, True))
 
 
 def state_size(key_dim: int, value_dim: int) -> int:

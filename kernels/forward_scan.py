@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, select_
+from cutlass import Float32, Int64, select_
 from cutlass.cute.math import fma
 from cutlass.cute.nvgpu import warpgroup
 
@@ -57,28 +57,8 @@ class ForwardScan(Scan):
     backward = False
     consumer_warps = 8
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        dq: cute.Tensor,
-        statistics: cute.Tensor,
-        scale: Float32,
-        ctas: Int32,
-        stride: Int32,
-        chunks_per_cta: Int32,
-        late_ctas: Int32,
-        hands_on: Int32,
-        states: cute.Tensor,
-        flags: cute.Tensor,
-        stream,
-    ):
-        loads = self.loads(q=q, k=k, v=v, do=do)
-        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags))
-        self.launch(self.kernel(loads, Outputs(dq, statistics), problem), problem, stream)
+    def outputs(self, tensors):
+        return Outputs(tensors.dq, tensors.statistics)
 
     def l2_policy(self, p, chunk):
         """The last chunks stay, since the reverse scan starts with them: 0.3 to 0.8% of both scans at K = 8, 0 at K = 16."""
@@ -96,14 +76,11 @@ class ForwardScan(Scan):
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def take_chunks(self, outputs, smem, pipe, at):
-        """As every pass does; then a warpgroup that took chunks says that their r and h are there. One that took none must not:
-        it could be faster than the loading warp, which lowers the flags."""
-        Scan.take_chunks(self, outputs, smem, pipe, at)
-        thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    def finish(self, at, group, thread):
+        """A warpgroup that took chunks says that their r and h are there. One that took none must not: it could be faster than
+        the loading warp, which lowers the flags."""
         if (at.hands_on == HandsOn.ROWS) & (group < at.chunks):
-            sync.raise_flag(self.rows_flag(at, group), thread % WARPGROUP, Barrier.ROWS, group)
+            sync.raise_flag(self.rows_flag(at, group), thread, Barrier.ROWS, group)
 
     def state_products(self, at, statistics, row):
         return ExactProducts

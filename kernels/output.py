@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.cute.math import fma
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -47,28 +47,8 @@ class OutputScan(Scan):
     backward = False
     consumer_warps = 8
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        r: cute.Tensor,
-        scale: Float32,
-        ctas: Int32,
-        stride: Int32,
-        chunks_per_cta: Int32,
-        late_ctas: Int32,
-        hands_on: Int32,
-        states: cute.Tensor,
-        flags: cute.Tensor,
-        stream,
-    ):
-        loads = self.loads(q=q, k=k, v=v)
-        outputs = Outputs(tma_store(o, smem_layout(STORED), STORED), r)
-        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags))
-        self.launch(self.kernel(loads, outputs, problem), problem, stream)
+    def outputs(self, tensors):
+        return Outputs(tma_store(tensors.o, smem_layout(STORED), STORED), tensors.r)
 
     def tiles(self) -> dict:
         """Beside the tiles of every pass, one of o for each token warpgroup."""
@@ -94,10 +74,8 @@ class OutputScan(Scan):
             tile=tile.at(group * (2 * c.chunk * c.value_dim)),
         )
 
-    @cute.jit
-    def take_chunks(self, outputs, smem, pipe, at):
-        """As every pass does; the last stores must have read shared memory before the CTA ends."""
-        Scan.take_chunks(self, outputs, smem, pipe, at)
+    def finish(self, at, group, thread):
+        """The last stores must have read shared memory before the CTA ends."""
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def token_products(self, g, at, chunk, stage):

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 from cutlass.cute.math import fma
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -52,32 +51,10 @@ class ReverseScan(Scan):
     backward = True
     consumer_warps = 9  # the storing warp too
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        statistics: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        scale: Float32,
-        ctas: Int32,
-        stride: Int32,
-        chunks_per_cta: Int32,
-        late_ctas: Int32,
-        hands_on: Int32,
-        states: cute.Tensor,
-        flags: cute.Tensor,
-        stream,
-    ):
-        loads = self.loads(q=q, k=k, v=v, do=do)
+    def outputs(self, tensors):
         c = self.config
-        row_terms = tma_load_statistics(statistics, statistics_layout(c.chunk, c.stages), c.chunk)
-        outputs = Outputs(row_terms, dk, tma_store(dv, smem_layout((64, 64)), (64, 64)))
-        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags))
-        self.launch(self.kernel(loads, outputs, problem), problem, stream)
+        rows = tma_load_statistics(tensors.statistics, statistics_layout(c.chunk, c.stages), c.chunk)
+        return Outputs(rows, tensors.dk, tma_store(tensors.dv, smem_layout((64, 64)), (64, 64)))
 
     @cute.jit
     def await_inputs(self, at):
@@ -86,9 +63,9 @@ class ReverseScan(Scan):
             if cute.arch.thread_idx()[0] < cutlass.min(at.chunks, self.config.token_warpgroups):
                 sync.spin_while_zero(self.rows_flag(at, cute.arch.thread_idx()[0]))
             cute.arch.sync_warp()
-            cute.arch.fence_proxy("async.global")  # TMA reads what ordinary stores wrote
         else:
             cute.arch.griddepcontrol_wait()
+        cute.arch.fence_proxy("async.global")  # TMA reads what ordinary stores wrote
         cute.arch.griddepcontrol_launch_dependents()
 
     def state_products(self, at, statistics, row):

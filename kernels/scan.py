@@ -36,7 +36,6 @@ from .blocks.taylor import load_rotated, write_features
 from .blocks.tiles import (
     EVICT_NORMAL,
     SwizzledTile,
-    TmaTensor,
     smem_layout,
     statistics_layout,
     tma_load,
@@ -53,9 +52,9 @@ class Problem(NamedTuple):
     """One launch: the sizes, the factor of q.k, and how the tape is cut.
 
     ctas, stride, chunks_per_cta, late_ctas, hands_on: as in schedule.Schedule.
-    states: one slot a CTA, fp32; what is not handed on is there before the launch.
-    flags: one a CTA, zero before and after the launch, where states are handed on; where r and h are, one for each token
-    warpgroup of a CTA.
+    states: address of one slot a CTA, fp32; what is not handed on is there before the launch.
+    flags: address of one word a CTA, zero before and after the launch, where states are handed on; where r and h are, of one
+    for each token warpgroup of a CTA.
     """
 
     tokens: Int32
@@ -67,12 +66,13 @@ class Problem(NamedTuple):
     chunks_per_cta: Int32
     late_ctas: Int32
     hands_on: Int32
-    states: cute.Tensor
-    flags: cute.Tensor
+    states: Int64
+    flags: Int64
 
 
 class Scan:
-    """Base of the passes, which write `state_products`, `token_parts`, `token_products`, `token_adjoint`, `write_rows`."""
+    """Base of the passes, which write `outputs`, `state_products`, `token_parts`, `token_products`, `token_adjoint`,
+    `write_rows`."""
 
     inputs = ("q", "k", "v", "do")
     backward: bool  # chunks are taken from the last to the first
@@ -83,14 +83,13 @@ class Scan:
 
     # ---- host side, traced once per compile ----
 
-    def problem(self, q, scale, cuts) -> "Problem":
-        """The problem of one launch; cuts: the fields of Problem from `ctas` on."""
-        batch, tokens, heads, _ = q.shape
-        return Problem(tokens, heads, batch * heads, scale, *cuts)
-
-    def launch(self, kernel, problem, stream):
-        """All CTAs, ready to start while the kernel before them drains."""
-        kernel.launch(
+    def start(self, tensors, problem, stream):
+        """Launch the pass on its tensors, by name: all CTAs, ready to start while the kernel before them drains."""
+        loads = tuple(
+            tma_load(getattr(tensors, name), self.tiles()[name], self.tile_shape(name)) for name in self.inputs
+        )
+        self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(loads, self.outputs(tensors), problem).launch(
             grid=[problem.ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=1,
@@ -103,8 +102,8 @@ class Scan:
         c = self.config
         rows, values = (smem_layout((c.chunk, width), c.stages) for width in (c.padded_key_dim, c.value_dim))
         inputs = {name: values if name in ("v", "do") else rows for name in self.inputs}
-        phi = smem_layout((c.chunk, c.features), c.feature_tiles * c.state_warpgroups)
-        return inputs | {"phi": phi} | (self.published_tiles() if c.token_warpgroups else {})
+        phi = smem_layout((c.chunk, c.features), c.feature_tiles)
+        return inputs | {"phi": phi} | (self.published_tiles() if c.publishes else {})
 
     def published_tiles(self) -> dict:
         """What the state warpgroup writes for the token warpgroups."""
@@ -130,11 +129,6 @@ class Scan:
         size = storage.size_in_bytes()
         assert size == c.shared_memory, f"{c.name}: storage takes {size} bytes, config says {c.shared_memory}"
         return storage
-
-    def loads(self, **tensors) -> tuple[TmaTensor, ...]:
-        """The input tensors (B, T, H, D) as TMA loads of one chunk, in the order of `inputs`."""
-        layouts = self.tiles()
-        return tuple(tma_load(tensors[name], layouts[name], self.tile_shape(name)) for name in self.inputs)
 
     def tile_shape(self, name: str) -> tuple[int, int]:
         c = self.config
@@ -172,12 +166,12 @@ class Scan:
             else:
                 self.help(outputs, smem, pipe, self.place(problem, smem), warp)
         else:
-            if warp < 4 + 4 * c.state_warpgroups:
+            if warp < 8:
                 if problem.hands_on != HandsOn.ROWS:  # then no state is loaded
                     cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
                 cute.arch.setmaxregister_increase(c.state_registers)
                 self.carry_state(smem, pipe, self.place(problem, smem))
-            elif cutlass.const_expr(c.token_warpgroups > 0):
+            else:
                 cute.arch.setmaxregister_increase(c.token_registers)
                 self.take_chunks(outputs, smem, pipe, self.place(problem, smem))
 
@@ -264,7 +258,7 @@ class Scan:
     def rows_flag(self, at, group):
         """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h of its chunks are
         there, if it has any."""
-        return at.flags.iterator.toint() + 4 * (self.config.token_warpgroups * at.cta + group)
+        return at.flags + 4 * (self.config.token_warpgroups * at.cta + group)
 
     def load_sides(self, loads, outputs, smem, p):
         """(copy atom, shared side, global side) of each load of one sequence."""
@@ -286,8 +280,7 @@ class Scan:
     @cute.jit
     def carry_state(self, smem, pipe, at):
         """The state warpgroup."""
-        c = self.config
-        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        c, thread = self.config, cute.arch.thread_idx()[0] - WARPGROUP
         g = self.state_parts(smem, thread)
         write_ones(SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim), thread, c.chunk)
         g.normaliser.clear(thread)
@@ -303,62 +296,73 @@ class Scan:
         self.start_state(g, p)
         self.publish(g, p, Int32(0))
         stage = sync.consumer_state(self.config.stages, p.position)
-        self.absorb_all_but_last(g, pipe, p, stage, p.count)
+        self.absorb_all_but_last(g, pipe, p, stage)
         stage = sync.consumer_state(self.config.stages, p.position + p.count - 1)
         if cutlass.const_expr(not self.config.ahead):
             pipe.consumer_wait(stage)
         if (p.hands_on == HandsOn.STATE) & (p.step + p.count < p.chunks):
-            self.absorb_last(g, p, stage, p.count)
+            self.absorb_last(g, p, stage)
             save_state((*g.state, g.gram), self.slot(p, p.cta), g.thread)
-            sync.raise_flag(p.flags.iterator.toint() + 4 * p.cta, g.thread)
+            sync.raise_flag(p.flags + 4 * p.cta, g.thread)
         pipe.consumer_release(stage)
 
     @cute.jit
     def start_state(self, g, p):
         """Zero, or what the CTA before this one left, once every warp is done with the piece before."""
         if (p.step > 0) & (p.hands_on == HandsOn.STATE):
-            sync.await_flag(p.flags.iterator.toint() + 4 * p.source, g.thread)
+            sync.await_flag(p.flags + 4 * p.source, g.thread)
         load_state((*g.state, g.gram), self.slot(p, p.source), g.thread, p.step)
-        sync.wait(Barrier.STATE, g.group, WARPGROUP)
+        sync.wait(Barrier.STATE, 0, WARPGROUP)
 
     @cute.jit
-    def absorb_all_but_last(self, g, pipe, p, stage, count):
-        """Absorb `count` - 1 chunks, publishing after each: every one, or with several state warpgroups every second, from
-        `stage` on. With two feature tiles the features of the last one are built too."""
-        c, stride = self.config, self.config.state_warpgroups
+    def absorb_all_but_last(self, g, pipe, p, stage):
+        """Absorb the chunks of a piece but the last, from `stage` on, publishing after each. With two feature tiles the
+        features of the last one are built too."""
+        c = self.config
         if cutlass.const_expr(c.ahead):
             pipe.consumer_wait(stage)
             self.build_features(g, p, stage.index, 0)
-        for turn in cutlass.range(count - 1, unroll=1):
+        for turn in cutlass.range(p.count - 1, unroll=1):
             tile = turn % 2 if cutlass.const_expr(c.ahead) else 0
             if cutlass.const_expr(not c.ahead):
                 pipe.consumer_wait(stage)
-                sync.wait(Barrier.STATE, g.group, WARPGROUP)  # every warp is done with the product that reads the only tile
+                sync.wait(Barrier.STATE, 0, WARPGROUP)  # every warp is done with the product that reads the only tile
                 self.build_features(g, p, stage.index, tile)
             self.issue_update(g, stage.index, tile)
             if cutlass.const_expr(c.ahead):
-                upcoming = sync.advanced(stage, stride)
+                upcoming = sync.advanced(stage, 1)
                 pipe.consumer_wait(upcoming)
                 self.build_features(g, p, upcoming.index, 1 - tile)
-            self.publish(g, p, (turn + 1) % max(c.token_warpgroups, 1))
+            self.publish(g, p, (turn + 1) % c.token_warpgroups)
             pipe.consumer_release(stage)
-            stage = sync.advanced(stage, stride)
+            stage = sync.advanced(stage, 1)
 
-    def absorb_last(self, g, p, stage, count):
-        """The last of `count` chunks, from `stage`, which has been waited for."""
-        tile = (count - 1) % 2 if self.config.ahead else 0
+    def absorb_last(self, g, p, stage):
+        """The last chunk of a piece, from `stage`, which has been waited for."""
+        tile = (p.count - 1) % 2 if self.config.ahead else 0
         if not self.config.ahead:
-            sync.wait(Barrier.STATE, g.group, WARPGROUP)
+            sync.wait(Barrier.STATE, 0, WARPGROUP)
             self.build_features(g, p, stage.index, tile)
         self.issue_update(g, stage.index, tile)
         warpgroup.wait_group(0)
 
     def slot(self, p, number):
         """Address of a stored state: that which CTA `number` leaves."""
-        return p.states.iterator.toint() + Int64(number) * (4 * state_size(self.config.key_dim, self.config.value_dim))
+        return p.states + Int64(number) * (4 * state_size(self.config.key_dim, self.config.value_dim))
 
-    def state_parts(self, smem, thread, group=0):
-        """Operands, accumulators and tiles of a state warpgroup."""
+    def feature_parts(self, smem, thread):
+        """What a thread needs to build features: tiles of rows and of features."""
+        c = self.config
+        rows = smem.q if self.backward else smem.k
+        return SimpleNamespace(
+            thread=thread,
+            phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features),
+            rows=SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim),
+            statistics=smem.statistics.iterator.toint() if self.backward else None,
+        )
+
+    def state_parts(self, smem, thread):
+        """Operands, accumulators and tiles of the state warpgroup."""
         c = self.config
         rows, values = (smem.q, smem.do) if self.backward else (smem.k, smem.v)
         panels = cute.flat_divide(values, (c.chunk, 64))  # (C, 64, 1, V / 64, stage)
@@ -368,17 +372,13 @@ class Scan:
         ]
         gram_update = Product(16, b=rows, b_transposed=True)
         parts = SimpleNamespace(
-            thread=thread,
-            group=group,
+            **vars(self.feature_parts(smem, thread)),
             updates=updates,  # S^T (V x F) += x^T (V x C) phi (C x F), 64 rows each
             gram_update=gram_update,  # G += y^T y
             state=[update.accumulator() for update in updates],
             gram=gram_update.accumulator(),
-            phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features),
-            rows=SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim),
-            statistics=smem.statistics.iterator.toint() if self.backward else None,
         )
-        if c.token_warpgroups:
+        if c.publishes:
             parts.normaliser = Normaliser(smem.gram)
             parts.state_tile = SwizzledTile(smem.state.iterator.toint(), c.value_dim, c.features)
         return parts
@@ -393,14 +393,10 @@ class Scan:
         """phi of the chunk in `stage` into feature tile `tile`."""
         c, thread = self.config, recompute(g.thread)
         rows, statistics = self.chunk_rows(g, stage)
-        target = g.phi_tile.at(self.tile_number(g, tile) * (2 * c.chunk * c.features))
+        target = g.phi_tile.at(tile * (2 * c.chunk * c.features))
         products = self.state_products(at, statistics, thread % c.chunk)
         write_features(rows, target, thread, c.key_dim, c.chunk, products)
         sync.publish()
-
-    def tile_number(self, g, tile):
-        """Number of feature tile `tile` of this state warpgroup."""
-        return g.group * self.config.feature_tiles + tile
 
     def issue_update(self, g, stage, tile):
         """S^T += x^T phi and G += y^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
@@ -409,13 +405,12 @@ class Scan:
         """
         c = self.config
         rows, statistics = self.chunk_rows(g, stage)
-        phi = self.tile_number(g, tile)
         operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
-        sync.wait(Barrier.STATE, g.group, WARPGROUP)
+        sync.wait(Barrier.STATE, 0, WARPGROUP)
         warpgroup.fence()
         g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True, commit=False)
         for update, block in zip(g.updates, g.state, strict=True):
-            update.issue(block, k_steps(update.a, stage), k_steps(update.b, phi), accumulate=True)
+            update.issue(block, k_steps(update.a, stage), k_steps(update.b, tile), accumulate=True)
 
     def publish(self, g, at, buf):
         """Copies of the state and the normaliser into buffer `buf`, once it is free: each block of 64
@@ -439,10 +434,14 @@ class Scan:
         parts = self.token_parts(smem, group)
         for number in cutlass.range(at.pieces, unroll=1):
             self.take_piece(outputs, parts, thread % WARPGROUP, pipe, self.piece(at, number))
+        self.finish(at, group, thread % WARPGROUP)
+
+    def finish(self, at, group, thread):
+        """What token warpgroup `group` does behind its last chunk: nothing, unless the pass says so."""
 
     def turns(self, p, group):
-        """How many chunks of the piece warpgroup `group` takes of those that share them: every second or third."""
-        sharing = self.config.token_warpgroups or self.config.state_warpgroups
+        """How many chunks of the piece token warpgroup `group` takes."""
+        sharing = self.config.token_warpgroups
         return (p.count - group + sharing - 1) // sharing
 
     @cute.jit

@@ -2,20 +2,13 @@
 
 The chunks of all sequences (one for each batch and head) stand one after the other on a tape, cut into equal ranges, one for
 each CTA. A CTA takes the pieces of its range from the last sequence to the first. Where a cut falls inside a sequence, the
-state must get across it:
-
-    "zero"      no cut falls inside a sequence
-    "chained"   more sequences than SMs, so that at most one cut falls into a sequence: its first part is the first thing
-                that one CTA does and its second part the last thing that the next one does, and the state waits in memory
-                in between (McNaughton's wrap-around rule). No work is done twice
-    "summed"    fewer sequences than SMs: they are cut, and the states at the cuts are computed beforehand (segment_state.py),
-                which reads a part of the inputs once more. At most half as many: each into the same number of ranges, one a
-                CTA. More: each in two, and a CTA takes either the long later part of one or the short first parts of several
+state must get across it (HandsOn.STATE and SUMS).
 """
 
 import enum
-from dataclasses import dataclass
-from functools import cache
+from typing import NamedTuple
+
+from .config import TOKEN_WARPGROUPS
 
 # Time of a scan whose states at the cuts are computed beforehand, in chunks of the scan alone: by fit to (B H, T) =
 # (64, 8192) and (32, 8192) at K = 16, V = 128, where a chunk of both scans takes 4.2 us.
@@ -24,32 +17,45 @@ SUMMED_START = 9
 
 
 class HandsOn(enum.IntEnum):
-    """What a CTA leaves to another, with a flag that says that it is there.
+    """What a CTA leaves to another.
 
-    STATE   the state at the end of its range, to the CTA of the same pass that goes on from there ("chained")
-    ROWS    r and h of its sequence, from a forward scan that runs in one wave to the reverse scan: each CTA of it starts when
-            its own sequence is through, instead of when all are: 1.0 to 1.6% of both scans. In several waves CTAs would no
-            longer walk side by side: 0.7% slower at K = 8
+    NOTHING no cut falls inside a sequence
+    ROWS    nor here; r and h of its sequence, from a forward scan that runs in one wave to the reverse scan, with a flag that
+            says that they are there: each CTA of it starts when its own sequence is through, instead of when all are: 1.0
+            to 1.6% of both scans. In several waves CTAs would no longer walk side by side: 0.7% slower at K = 8
+    STATE   more sequences than SMs, so that at most one cut falls into a sequence: its first part is the first thing that one
+            CTA does and its second part the last thing that the next one does, and the state waits in memory in between
+            (McNaughton's wrap-around rule), with a flag that says that it is there. No work is done twice ("chained")
+    SUMS    fewer sequences than SMs: they are cut, and the states at the cuts are computed by passes of their own beforehand
+            (segment_state.py), which read a part of the inputs once more ("summed"). At most half as many: each into the
+            same number of ranges, one a CTA. More: each in two, and a CTA takes either the long later part of one or the
+            short first parts of several
     """
 
-    NOTHING, STATE, ROWS = range(3)
+    NOTHING, STATE, ROWS, SUMS = range(4)
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """`ctas` CTAs. Those below `late_ctas` take one sequence each, from its chunk `stride` on; the others ranges of
-    `chunks_per_cta` chunks (the last may be shorter) of a tape on which a sequence takes `stride` chunks. `states` says where
-    the states at the cuts come from, `hands_on` what a CTA of the backward leaves to another."""
+    `chunks_per_cta` chunks (the last may be shorter) of a tape on which a sequence takes `stride` chunks."""
 
     ctas: int
     chunks_per_cta: int
     stride: int
-    states: str
+    hands_on: HandsOn
     late_ctas: int = 0
-    hands_on: HandsOn = HandsOn.NOTHING
+
+    @property
+    def slots(self) -> int:
+        """States that stand in memory: one for each CTA that leaves one."""
+        return (self.late_ctas or self.ctas) if self.hands_on in (HandsOn.STATE, HandsOn.SUMS) else 0
+
+    @property
+    def flags(self) -> int:
+        """One for each state that is handed on, or each token warpgroup that hands on rows."""
+        return {HandsOn.STATE: 1, HandsOn.ROWS: TOKEN_WARPGROUPS}.get(self.hands_on, 0) * self.ctas
 
 
-@cache
 def schedule(sequences: int, chunks: int, processors: int, chained_work: float) -> Schedule:
     """The schedule of `sequences` sequences of `chunks` chunks on a card of `processors` SMs, one CTA each.
 
@@ -60,18 +66,18 @@ def schedule(sequences: int, chunks: int, processors: int, chained_work: float) 
     if waves > 1:
         per_cta = -(-sequences * chunks // processors)
         if chained_work * per_cta < waves * chunks:
-            return Schedule(-(-sequences * chunks // per_cta), per_cta, chunks, "chained", hands_on=HandsOn.STATE)
+            return Schedule(-(-sequences * chunks // per_cta), per_cta, chunks, HandsOn.STATE)
     elif 2 * sequences <= processors:
         per_cta = -(-chunks // (processors // sequences))
         if (1 + SUMMED_WORK) * per_cta + SUMMED_START < chunks:
             ranges = -(-chunks // per_cta)
-            return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
+            return Schedule(sequences * ranges, per_cta, ranges * per_cta, HandsOn.SUMS)
     elif sequences < processors:
         several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
         first = chunks // (several + 1)
         if chunks - first + SUMMED_WORK * first + SUMMED_START < chunks:
-            return Schedule(sequences + -(-sequences // several), several * first, first, "summed", sequences)
-    return Schedule(sequences, chunks, chunks, "zero", hands_on=HandsOn.ROWS if waves == 1 else HandsOn.NOTHING)
+            return Schedule(sequences + -(-sequences // several), several * first, first, HandsOn.SUMS, sequences)
+    return Schedule(sequences, chunks, chunks, HandsOn.ROWS if waves == 1 else HandsOn.NOTHING)
 
 
 def range_of(cta, sequences, chunks, stride, chunks_per_cta, late_ctas, select=None, minimum=min) -> tuple:

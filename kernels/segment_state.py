@@ -1,25 +1,30 @@
-"""States at the cuts, for sequences that are cut into more than two pieces ("summed" in schedule.py).
+"""States at the cuts, for sequences that are cut into more than two pieces (HandsOn.SUMS).
 
     ForwardState, ReverseState, OutputState    what each range of the tape adds to the state of its last sequence
     StateSum                                   their sums along a sequence: the state behind each range
 
-The first reads what the state update of its scan reads: k and v, or q, do, r and h. Its CTA is a scan without tokens:
+The first reads what the state update of its scan reads: k and v, or q, do, r and h. Its CTA is a scan whose token warpgroups
+do nothing but build features, so that the state warpgroup does nothing but multiply:
 
     warp 0                    loads a chunk into a stage of the ring
-    warps 4..7, 8..11         two state warpgroups take chunks in turn, each with a sum of its own in its accumulators; in the
-                              end the second hands its sum to the first through the stages
+    warps 4..7                the state warpgroup: the sum in its accumulators
+    warps 8..11, 12..15       chunks in turn: phi into the next of the feature tiles
+
+    buffer            writer                    reader
+    sPhi x tiles      token warpgroups          S^T update                TILE_FULL / TILE_FREE, one a tile
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, select_
 from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
-from .blocks.ptx import float_of, ldg128_or_zeros, stg128
-from .blocks.state import save_sum, stash_state
+from .blocks.gemm import k_steps
+from .blocks.ptx import float_of, ldg128_or_zeros, recompute, stg128
+from .blocks.state import gram_operand, save_state
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.tiles import TmaTensor, statistics_layout, tma_load_statistics
 from .config import state_size
@@ -27,6 +32,7 @@ from .forward_scan import ForwardScan
 from .output import OutputScan
 from .reverse_scan import ReverseScan
 from .scan import Scan
+from .schedule import HandsOn
 
 AT_ONCE = 8  # slots that StateSum loads together: one after the other they take 0.6 us each
 
@@ -41,45 +47,93 @@ class SegmentState(Scan):
     """Base of the passes that sum states. Where a range ends with its sequence, nobody asks for its sum."""
 
     backward = False
-    consumer_warps = 4  # those of the state warpgroup that takes the chunk
+    consumer_warps = 8  # those of the state warpgroup, and of the one that builds the chunk's features
+
+    def start(self, tensors, problem, stream):
+        """One range a CTA; where later parts of sequences are taken apart, only what comes before them."""
+        parted = problem.late_ctas > 0
+        problem = problem._replace(
+            ctas=Int32(select_(parted, problem.late_ctas, problem.ctas)),
+            chunks_per_cta=Int32(select_(parted, problem.stride, problem.chunks_per_cta)),
+            late_ctas=Int32(0),
+            hands_on=Int32(HandsOn.NOTHING),
+        )
+        super().start(tensors, problem, stream)
+
+    def outputs(self, tensors):
+        return Statistics(None)
 
     @cute.jit
     def carry_state(self, smem, pipe, at):
-        """The state warpgroups: one piece, that of the sequence that goes on in the next CTA, or none."""
-        thread = cute.arch.thread_idx()[0] - WARPGROUP
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        g = self.state_parts(smem, thread % WARPGROUP, group)
-        stash = (smem.do if self.backward else smem.v).iterator.toint()
+        """The state warpgroup: one piece, that of the sequence that goes on in the next CTA, or none."""
+        g = self.state_parts(smem, cute.arch.thread_idx()[0] - WARPGROUP)
         for number in cutlass.range(at.pieces, unroll=1):
-            self.sum_piece(g, pipe, self.piece(at, number), stash)
+            p = self.piece(at, number)
+            self.sum_piece(g, pipe, p)
+            save_state((*g.state, g.gram), self.slot(p, p.cta), g.thread)
 
     @cute.jit
-    def sum_piece(self, g, pipe, p, stash):
-        """This warpgroup's chunks of a piece, then the sum over both warpgroups into the CTA's slot."""
-        count = self.turns(p, g.group)
+    def sum_piece(self, g, pipe, p):
+        """All chunks of a piece. The state's product of a chunk is issued behind that of the chunk before, whose stage and tile
+        are then given back; the Gram product, from registers that are loaded meanwhile, comes behind it."""
+        tiles = self.config.feature_tiles
         for block in (*g.state, g.gram):
             block.fill(0.0)
-        if count > 0:
-            position, stages = p.position + g.group, self.config.stages
-            self.absorb_all_but_last(g, pipe, p, sync.consumer_state(stages, position), count)
-            last = position + self.config.state_warpgroups * (count - 1)
-            self.absorb_last(g, p, sync.consumer_state(stages, last), count)
-        sync.wait(Barrier.STATES, 0, 2 * WARPGROUP)  # nobody reads the stages any more
-        if g.group == 1:
-            stash_state((*g.state, g.gram), stash, g.thread)
-        sync.wait(Barrier.STATES, 0, 2 * WARPGROUP)
-        if g.group == 0:
-            save_sum((*g.state, g.gram), stash, self.slot(p, p.cta), g.thread)
-
-    def publish(self, g, p, buf):
-        """Nobody to publish for: only the product of this chunk is waited for."""
+        stage = sync.consumer_state(self.config.stages, p.position)
+        before = stage
+        for turn in cutlass.range(p.count, unroll=1):
+            pipe.consumer_wait(stage)
+            sync.wait(Barrier.TILE_FULL, turn % tiles, 2 * WARPGROUP)
+            warpgroup.fence()
+            for update, block in zip(g.updates, g.state, strict=True):
+                values, phi = k_steps(update.a, stage.index), k_steps(update.b, turn % tiles)
+                update.issue(block, values, phi, accumulate=True, commit=update is g.updates[-1])
+            warpgroup.wait_group(1)
+            if turn > 0:
+                pipe.consumer_release(before)
+            if (turn > 0) & (turn - 1 + tiles < p.count):
+                sync.arrive(Barrier.TILE_FREE, (turn - 1) % tiles, 2 * WARPGROUP)
+            self.issue_gram(g, stage.index)
+            before = stage
+            stage = sync.advanced(stage, 1)
         warpgroup.wait_group(0)
+
+    def issue_gram(self, g, stage):
+        """G += y^T y over the chunk in `stage`."""
+        rows, statistics = self.chunk_rows(g, stage)
+        operand = gram_operand(rows, recompute(g.thread), self.config.chunk, statistics)
+        warpgroup.fence()
+        g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True)
+
+    @cute.jit
+    def take_chunks(self, outputs, smem, pipe, at):
+        """A token warpgroup: features of the chunks that it takes in turn."""
+        thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        g = self.feature_parts(smem, thread % WARPGROUP)
+        for number in cutlass.range(at.pieces, unroll=1):
+            self.build_piece(g, pipe, self.piece(at, number), group)
+
+    @cute.jit
+    def build_piece(self, g, pipe, p, group):
+        """phi of this warpgroup's chunks of a piece, each into a tile that the state warpgroup is done with."""
+        c = self.config
+        for turn in cutlass.range(self.turns(p, group), unroll=1):
+            step = c.token_warpgroups * turn + group
+            tile = step % c.feature_tiles
+            stage = sync.consumer_state(c.stages, p.position + step)
+            pipe.consumer_wait(stage)
+            if step >= c.feature_tiles:
+                sync.wait(Barrier.TILE_FREE, tile, 2 * WARPGROUP)
+            self.build_features(g, p, stage.index, tile)
+            pipe.consumer_release(stage)
+            sync.arrive(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
 
     def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""
         at = super().place(problem, smem)
         p = self.piece(at, 0)
-        at.pieces = cutlass.select_(p.step + p.count < at.chunks, Int32(1), Int32(0))
+        at.pieces = select_(p.step + p.count < at.chunks, Int32(1), Int32(0))
         return at
 
 
@@ -87,23 +141,9 @@ class ForwardState(SegmentState):
     inputs = ("k", "v")
     state_products = ForwardScan.state_products
 
-    @cute.jit
-    def __call__(
-        self,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        scale: Float32,
-        ctas: Int32,
-        stride: Int32,
-        chunks_per_cta: Int32,
-        states: cute.Tensor,
-        stream,
-    ):
-        problem = self.problem(k, scale, (ctas, stride, chunks_per_cta, Int32(0), Int32(0), states, states))
-        self.launch(self.kernel(self.loads(k=k, v=v), Statistics(None), problem), problem, stream)
 
-
-class OutputState(ForwardState):
+class OutputState(SegmentState):
+    inputs = ("k", "v")
     state_products = OutputScan.state_products
 
 
@@ -111,24 +151,11 @@ class ReverseState(SegmentState):
     inputs = ("q", "do")
     backward = True
     state_products = ReverseScan.state_products
+    await_inputs = ReverseScan.await_inputs
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        do: cute.Tensor,
-        statistics: cute.Tensor,
-        scale: Float32,
-        ctas: Int32,
-        stride: Int32,
-        chunks_per_cta: Int32,
-        states: cute.Tensor,
-        stream,
-    ):
+    def outputs(self, tensors):
         c = self.config
-        row_terms = tma_load_statistics(statistics, statistics_layout(c.chunk, c.stages), c.chunk)
-        problem = self.problem(q, scale, (ctas, stride, chunks_per_cta, Int32(0), Int32(0), states, states))
-        self.launch(self.kernel(self.loads(q=q, do=do), Statistics(row_terms), problem), problem, stream)
+        return Statistics(tma_load_statistics(tensors.statistics, statistics_layout(c.chunk, c.stages), c.chunk))
 
 
 class StateSum:
@@ -136,25 +163,28 @@ class StateSum:
     thread for four values, a row of blocks for each sequence."""
 
     def __init__(self, config):
-        self.size = state_size(config.key_dim, config.value_dim)
+        self.name, self.size = config.name, state_size(config.key_dim, config.value_dim)
 
     @cute.jit
-    def __call__(self, states: cute.Tensor, sequences: Int32, stride: Int32, chunks_per_cta: Int32, stream):
-        self.kernel(states, stride, chunks_per_cta).launch(
-            grid=[cute.ceil_div(self.size, 4 * WARPGROUP), sequences, 1],
-            block=[WARPGROUP, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
+    def start(self, tensors, problem, stream):
+        """Nothing to add up where every sequence is cut once."""
+        if problem.late_ctas == 0:
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(problem.states, problem.stride, problem.chunks_per_cta).launch(
+                grid=[cute.ceil_div(self.size, 4 * WARPGROUP), problem.sequences, 1],
+                block=[WARPGROUP, 1, 1],
+                stream=stream,
+                use_pdl=True,
+            )
 
     @cute.kernel
-    def kernel(self, states: cute.Tensor, stride: Int32, chunks_per_cta: Int32):
+    def kernel(self, states: Int64, stride: Int32, chunks_per_cta: Int32):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         block, sequence, _ = cute.arch.block_idx()
         first = sequence * stride // chunks_per_cta
         last = ((sequence + 1) * stride - 1) // chunks_per_cta  # the CTA that ends the sequence: nobody goes on from there
-        column = states.iterator.toint() + 16 * (Int64(block) * WARPGROUP + cute.arch.thread_idx()[0])
+        column = states + 16 * (Int64(block) * WARPGROUP + cute.arch.thread_idx()[0])
         total = [Float32(0.0)] * 4
         for start in cutlass.range(first, last, AT_ONCE, unroll=1):
             values = self.load_slots(column, start, last)

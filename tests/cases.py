@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from based_cute import launcher
 from based_cute.kernels import config
 from based_cute.kernels.schedule import HandsOn, Schedule
 
@@ -26,8 +27,14 @@ def contiguous_strides(x: Tensor) -> tuple[int, ...]:
 Rule = Callable[..., Schedule]  # stands in for schedule.schedule
 
 
+def cut_by(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
+    """Sequences are cut by `rule` from here on."""
+    monkeypatch.setattr(launcher, "schedule", rule)
+    launcher._plan.cache_clear()
+
+
 def uncut(sequences: int, chunks: int, *_) -> Schedule:
-    return Schedule(sequences, chunks, chunks, "zero", hands_on=HandsOn.ROWS)
+    return Schedule(sequences, chunks, chunks, HandsOn.ROWS)
 
 
 def chained(share: float) -> Rule:
@@ -35,7 +42,7 @@ def chained(share: float) -> Rule:
 
     def rule(sequences, chunks, *_):
         per_cta = math.ceil(share * chunks)
-        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, "chained", hands_on=HandsOn.STATE)
+        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, HandsOn.STATE)
 
     return rule
 
@@ -45,7 +52,7 @@ def summed(per_cta: int) -> Rule:
 
     def rule(sequences, chunks, *_):
         ranges = math.ceil(chunks / per_cta)
-        return Schedule(sequences * ranges, per_cta, ranges * per_cta, "summed")
+        return Schedule(sequences * ranges, per_cta, ranges * per_cta, HandsOn.SUMS)
 
     return rule
 
@@ -54,7 +61,7 @@ def parted(first: int, several: int) -> Rule:
     """A CTA takes what follows the first chunks of one sequence, or the first chunks of `several`."""
 
     def rule(sequences, chunks, *_):
-        return Schedule(sequences + math.ceil(sequences / several), several * first, first, "summed", sequences)
+        return Schedule(sequences + math.ceil(sequences / several), several * first, first, HandsOn.SUMS, sequences)
 
     return rule
 

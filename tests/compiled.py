@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from based_cute.kernels import config
-from based_cute.kernels.schedule import HandsOn
+from based_cute.kernels.schedule import HandsOn, Schedule
 
 COMPILE = """
 import sys
@@ -99,36 +99,48 @@ def flag_addresses(count: int) -> list[int]:
 
 
 def launch_parameters(row: config.ScanConfig, *problem: int, others: type[dict] = dict) -> tuple[dict, int]:
-    """The scalars of scan.Problem and the flags by their positions, and where the states go; `others` stands for the rest."""
+    """The scalars of scan.Problem and the flags by their positions, and that of the states; `others` stands for the rest."""
     scalars = [i for i, size in enumerate(compiled_program(row).sizes) if size == 4]
     parameters = defaultdict(others, zip(scalars, problem, strict=True))
-    parameters[scalars[-1] + 2] = others({0: FLAGS})
+    parameters[scalars[-1] + 2] = FLAGS
     return parameters, scalars[-1] + 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A row as a function: what build.load(row) returns, for CPU tensors
+# An operation as a function: what build.load(operation) returns, for CPU tensors
 
-# The other tensors that its code reads or writes, in order, and all of its arguments.
+# The other tensors that a pass's code reads or writes, in order, and all tensors of an operation.
 STRUCTS = {"forward_scan": ("dq", "rh"), "reverse_scan": ("dk",), "output": ("r",)}
-ARGUMENTS = DESCRIPTORS | {
-    "forward_scan": ("q", "k", "v", "do", "dq", "rh"),
-    "reverse_scan": ("q", "k", "v", "do", "rh", "dk", "dv"),
-    "output": ("q", "k", "v", "o", "r"),
-}
+ARGUMENTS = {"forward": ("q", "k", "v", "o", "r"), "backward": ("q", "k", "v", "do", "dq", "dk", "dv")}
 
 
-def emulated(scan: str, key_dim: int, value_dim: int, *, late: bool = False):
-    """A stand-in for launcher._kernel: the compiled kernel of a pass, run on the machine."""
-    row = config.find(scan, key_dim, value_dim)
-    if scan == config.STATE_SUM:
-        return lambda states, sequences, stride, chunks_per_cta: run_sum(row, states, sequences, stride, chunks_per_cta)
-    count = len(ARGUMENTS[scan])
+def emulated(operation: config.Operation, *, late: bool = False):
+    """A stand-in for launcher._operation: its compiled kernels, run on the machine, and operation.py's host side in Python."""
 
     def function(*arguments):
-        run_pass(row, dict(zip(ARGUMENTS[scan], arguments[:count], strict=True)), *arguments[count:], late=late)
+        *tensors, scratch, scale, ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at = arguments
+        named = dict(zip(ARGUMENTS[operation.kind], tensors, strict=True))
+        batch, _, heads, _ = named["q"].shape
+        named["rh"] = scratch[:states_at].view(batch, heads, -1, 2)
+        states = scratch[states_at:flags_at]
+        plan = Schedule(ctas, chunks_per_cta, stride, HandsOn(hands_on), late_ctas)
+        flags = scratch[flags_at : flags_at + plan.flags].view(torch.int32)
+        for row in operation.rows:
+            if row.scan in config.SCANS:
+                run_pass(row, named, scale, plan, states, flags, late=late)
+            elif row.scan in config.STATES:
+                run_pass(row, named, scale, ranges_summed(plan), states, None, late=late)
+            elif not late_ctas:
+                run_sum(row, states, batch * heads, stride, chunks_per_cta)
 
     return function
+
+
+def ranges_summed(plan: Schedule) -> Schedule:
+    """What a pass that sums states is launched with: the plan's ranges or, where later parts of sequences are taken apart, what
+    comes before them."""
+    ranges = (plan.late_ctas, plan.stride) if plan.late_ctas else (plan.ctas, plan.chunks_per_cta)
+    return Schedule(*ranges, plan.stride, HandsOn.NOTHING)
 
 
 class Heap:
@@ -140,7 +152,8 @@ class Heap:
     def add(self, tensor: Tensor) -> int:
         """The address at which the tensor will be."""
         address = ptx_machine.GLOBAL + self.end
-        self.tensors.append((tensor, self.end))
+        if tensor.numel():
+            self.tensors.append((tensor, self.end))
         self.end += -(-tensor.numel() * tensor.element_size() // GUARD) * GUARD + GUARD
         return address
 
@@ -170,35 +183,33 @@ def tensor_map(name: str, tensor: Tensor) -> ptx_machine.TensorMap:
     return ptx_machine.TensorMap(array, rows, 16 if name in ("q", "k") else 64)
 
 
-def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, ctas: int, *rest, late: bool = False) -> None:
-    """One launch of a pass, with the arguments of build.load(row) behind `tensors`."""
+def run_pass(
+    row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, plan: Schedule, states, flags, late: bool = False
+) -> None:
+    """One launch of a pass; `tensors` are those of its operation."""
     program, heap = compiled_program(row), Heap()
-    if row.scan in config.SCANS:
-        stride, chunks_per_cta, late_ctas, hands_on, states, flags = rest
-    else:
-        stride, chunks_per_cta, states = rest
-        late_ctas, hands_on, flags = 0, HandsOn.NOTHING, None
-    batch, length, heads, _ = next(iter(tensors.values())).shape
+    batch, length, heads, _ = tensors["q"].shape
     factor = int(np.float32(scale).view(np.uint32))
-    cuts = (ctas, stride, chunks_per_cta, late_ctas, hands_on)
+    cuts = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, plan.hands_on)
     parameters, states_at = launch_parameters(row, length, heads, batch * heads, factor, *cuts)
-    parameters[states_at] = {0: heap.add(states)}
+    parameters[states_at] = heap.add(states)
     structs = [i for i, size in enumerate(program.sizes) if size in (40, 48)]
     for position, name in zip(structs, STRUCTS.get(row.scan, ()), strict=True):
         strides = tensors[name].stride()
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
     maps = {position: tensor_map(name, tensors[name]) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
-    if late and not (row.scan == "reverse_scan" and hands_on == HandsOn.ROWS):
+    handed_on = plan.hands_on in (HandsOn.STATE, HandsOn.ROWS)
+    if late and not (row.scan == "reverse_scan" and plan.hands_on == HandsOn.ROWS):
         machine.kernel_before = lambda: heap.copy_in(machine)
     else:
         heap.copy_in(machine)
-    if hands_on != HandsOn.NOTHING:
+    if handed_on:
         machine.flags = dict(zip(flag_addresses(flags.numel()), flags.tolist(), strict=True))
-    machine.run(ctas)
+    machine.run(plan.ctas)
     assert not machine.kernel_before, "nobody waits for the kernel before"
     heap.copy_out(machine)
-    if hands_on != HandsOn.NOTHING:
+    if handed_on:
         flags.copy_(torch.tensor([machine.flags.pop(address) for address in flag_addresses(flags.numel())]))
     assert not machine.flags, "flags outside the tensor"
 
@@ -206,7 +217,7 @@ def run_pass(row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, c
 def run_sum(row: config.ScanConfig, states: Tensor, sequences: int, stride: int, chunks_per_cta: int) -> None:
     """One launch of the sum of states along sequences."""
     program, heap = compiled_program(row), Heap()
-    parameters = {0: {0: heap.add(states)}, 1: stride, 2: chunks_per_cta}
+    parameters = {0: heap.add(states), 1: stride, 2: chunks_per_cta}
     machine = ptx_machine.Machine(program, 128, parameters, {}, heap.end)
     heap.copy_in(machine)
     machine.run(-(-config.state_size(row.key_dim, row.value_dim) // 512), sequences)

@@ -7,6 +7,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from based_cute import launcher
+
 settings.register_profile("project", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("project")
 
@@ -26,6 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _forget_plans() -> Iterator[None]:
+    """What a test has put in the place of kernels, cards and rules must not serve the next one."""
+    yield
+    launcher._plan.cache_clear()
 
 
 @pytest.fixture

@@ -52,17 +52,17 @@ def test_gate_sees_serialised_products():
 
 BATCH, HEADS, CHUNKS = 2, 3, 5
 LENGTH = 64 * CHUNKS - 7
-HANDS_ON_ROWS = Schedule(6, 5, 5, "zero", hands_on=HandsOn.ROWS)
+HANDS_ON_ROWS = Schedule(6, 5, 5, HandsOn.ROWS)
 SCHEDULES = {
-    "one CTA a sequence": Schedule(6, 5, 5, "zero"),
+    "one CTA a sequence": Schedule(6, 5, 5, HandsOn.NOTHING),
     "one CTA a sequence, rows handed on": HANDS_ON_ROWS,
-    "chained, one cut a sequence": Schedule(4, 8, 5, "chained", hands_on=HandsOn.STATE),
-    "chained, one cut at a boundary": Schedule(2, 15, 5, "chained", hands_on=HandsOn.STATE),
-    "chained, one CTA": Schedule(1, 30, 5, "chained", hands_on=HandsOn.STATE),
-    "summed, a chunk a CTA": Schedule(30, 1, 5, "summed"),
-    "summed, with room after the last range": Schedule(18, 2, 6, "summed"),
-    "summed, the later parts alone": Schedule(8, 6, 2, "summed", 6),
-    "summed, first parts in one CTA": Schedule(7, 6, 1, "summed", 6),
+    "chained, one cut a sequence": Schedule(4, 8, 5, HandsOn.STATE),
+    "chained, one cut at a boundary": Schedule(2, 15, 5, HandsOn.STATE),
+    "chained, one CTA": Schedule(1, 30, 5, HandsOn.STATE),
+    "summed, a chunk a CTA": Schedule(30, 1, 5, HandsOn.SUMS),
+    "summed, with room after the last range": Schedule(18, 2, 6, HandsOn.SUMS),
+    "summed, the later parts alone": Schedule(8, 6, 2, HandsOn.SUMS, 6),
+    "summed, first parts in one CTA": Schedule(7, 6, 1, HandsOn.SUMS, 6),
 }
 
 
@@ -119,8 +119,9 @@ def test_every_chunk_is_scanned_once(row, schedule):
         assert machine.flags == dict.fromkeys(rows_flags(schedule), 1)
         return
     cuts = sum(1 for cta in range(1, schedule.ctas) if cta * schedule.chunks_per_cta % schedule.stride)
-    assert len(machine.flags) == (cuts if schedule.states == "chained" else 0)  # a flag for each cut inside a sequence ...
-    assert not any(machine.flags.values())  # ... and lowered again for the next pass
+    # a flag for each cut inside a sequence, and lowered again for the next pass
+    assert len(machine.flags) == (cuts if schedule.hands_on == HandsOn.STATE else 0)
+    assert not any(machine.flags.values())
 
 
 class History(dict):
@@ -148,8 +149,8 @@ def test_reverse_scan_awaits_its_rows():
             run_pass(row, HANDS_ON_ROWS, flags=others)
 
 
-SUMMED = [x for x in SCHEDULES.values() if x.states == "summed" and not x.late_ctas]
-FIRST_PARTS = [Schedule(6, 2, 2, "summed"), Schedule(6, 4, 4, "summed")]  # what the later parts start from
+SUMMED = [x for x in SCHEDULES.values() if x.hands_on == HandsOn.SUMS and not x.late_ctas]
+FIRST_PARTS = [Schedule(6, 2, 2, HandsOn.SUMS), Schedule(6, 4, 4, HandsOn.SUMS)]  # what the later parts start from
 
 
 @pytest.mark.parametrize("schedule", SUMMED + FIRST_PARTS, ids=lambda x: f"{x.ctas} CTAs")
@@ -171,7 +172,7 @@ def test_machine_sees_a_hang():
     row = config.find("forward_scan", 16, 128)
     program = ptx_machine.slice_control(without(compiled_program(row), "cp.async.bulk.tensor"))
     with pytest.raises(ptx_machine.Stuck, match=r"warp 4 waits for mbarrier"):
-        run_pass(row, Schedule(6, 5, 5, "zero"), program)
+        run_pass(row, Schedule(6, 5, 5, HandsOn.NOTHING), program)
 
 
 def test_machine_sees_registers_that_are_not_there():

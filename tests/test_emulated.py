@@ -5,10 +5,11 @@ import functools
 
 import pytest
 import torch
-from cases import chained, equal, every_row, parted, summed, uncut
+from cases import chained, cut_by, equal, every_row, parted, summed, uncut
 
 from based_cute import accuracy, launcher
 from based_cute.kernels import config
+from based_cute.kernels.schedule import HandsOn
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
@@ -22,8 +23,7 @@ def machine(request, monkeypatch, poisoned_memory):
     be, and outputs full of NaN."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(launcher, "_processors", lambda device: 132)
-    monkeypatch.setattr(launcher, "_kernel", functools.partial(emulated, late=request.param))
-    launcher._no_scratch.cache_clear()
+    monkeypatch.setattr(launcher, "_operation", functools.partial(emulated, late=request.param))
 
 
 def results(inputs, scale=None):
@@ -44,7 +44,7 @@ def assert_accurate(found, inputs, scale=None):
 @every_row
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 129, 300])
 def test_every_row_at_every_kind_of_length(machine, monkeypatch, key_dim, value_dim, length):
-    monkeypatch.setattr(launcher, "schedule", uncut)
+    cut_by(monkeypatch, uncut)
     batch, heads = (4, 16) if length == 1 else (1, 2)  # rows enough for the norm of an error to be a mean
     inputs = accuracy.make_inputs((batch, length, heads, key_dim, value_dim), "cpu")
     assert_accurate(results(inputs), inputs)
@@ -53,7 +53,7 @@ def test_every_row_at_every_kind_of_length(machine, monkeypatch, key_dim, value_
 @every_row
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])
 def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
-    monkeypatch.setattr(launcher, "schedule", uncut)
+    cut_by(monkeypatch, uncut)
     inputs = accuracy.make_inputs((1, 130, 1, key_dim, value_dim), "cpu")
     found = results(inputs, scale)
     if scale == 0:
@@ -66,9 +66,9 @@ def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
 @pytest.mark.parametrize("share", [1.3, 2.5, 9.0])
 def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_dim, share):
     inputs = accuracy.make_inputs((2, 200, 2, key_dim, value_dim), "cpu")
-    monkeypatch.setattr(launcher, "schedule", uncut)
+    cut_by(monkeypatch, uncut)
     expected = results(inputs)
-    monkeypatch.setattr(launcher, "schedule", chained(share))
+    cut_by(monkeypatch, chained(share))
     assert equal(results(inputs), expected)
 
 
@@ -78,7 +78,7 @@ def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_di
 )
 def test_summed_scans_are_accurate(machine, monkeypatch, key_dim, value_dim, rule):
     inputs = accuracy.make_inputs((1, 310, 3, key_dim, value_dim), "cpu")
-    monkeypatch.setattr(launcher, "schedule", rule)
+    cut_by(monkeypatch, rule)
     assert_accurate(results(inputs), inputs)
 
 
@@ -87,13 +87,14 @@ def test_the_rule_of_a_small_card(machine, monkeypatch, heads, length):
     """Nothing forced but the number of SMs: one sequence on 8, three on 2."""
     monkeypatch.setattr(launcher, "_processors", lambda device: 8 if heads == 1 else 2)
     inputs = accuracy.make_inputs((1, length, heads, 16, 64), "cpu")
-    assert launcher._cut(*inputs[::2], backward=True).plan.states == ("summed" if heads == 1 else "chained")
     assert_accurate(results(inputs), inputs)
+    *_, hands_on, _, _ = launcher._plan("backward", inputs[0].device, inputs[0].shape, 64).cut
+    assert hands_on == (HandsOn.SUMS if heads == 1 else HandsOn.STATE)
 
 
 @every_row
 def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
-    monkeypatch.setattr(launcher, "schedule", uncut)
+    cut_by(monkeypatch, uncut)
     q, k, v, do = accuracy.make_inputs((1, 130, 1, key_dim, value_dim), "cpu")
     only_row = torch.zeros_like(do)
     only_row[:, 65] = do[:, 65]
@@ -111,8 +112,8 @@ def run_output(length, late):
     chunks = -(-length // config.CHUNK)
     q, k, v, _ = accuracy.make_inputs((1, length, 1, 16, 64), "cpu")
     o, r = launcher._empty_outputs(q, v)
-    cuts = (1, chunks, chunks, 0, 0, torch.empty(4), torch.zeros(4, dtype=torch.int32))
-    emulated("output", 16, 64, late=late)(q, k, v, o, r, 0.25, *cuts)
+    output = emulated(config.Operation("forward", 16, 64), late=late)
+    output(q, k, v, o, r, torch.empty(1), 0.25, 1, chunks, chunks, 0, HandsOn.NOTHING, 0, 0)
     return accuracy.relative_error(o, accuracy.gold_output(q, k, v))
 
 

@@ -182,47 +182,9 @@ def test_backends_that_cannot_run():
         based_attention(*inputs_of(), backend="cute")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The launch, with a stand-in for the compiled pass
-
-
-def stand_in(scan, key_dim, value_dim):
-    """What build.load(row) returns for the output pass, computed by the reference, with the contract asserted."""
-    assert scan == "output"
-    row = config.find(scan, key_dim, value_dim)
-
-    def output(q, k, v, o, r, scale, ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags):
-        for x in (q, k, v, o, r):
-            assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
-        assert r.shape == (q.shape[0], q.shape[2], q.shape[1]) and r.dtype == torch.float32
-        assert stride == chunks_per_cta == -(-q.shape[1] // row.chunk)
-        assert ctas == q.shape[0] * q.shape[2] and late_ctas == hands_on == 0
-        for x, y in zip((o, r), reference.chunked_forward(q, k, v, scale, chunk=row.chunk), strict=True):
-            x.copy_(y)
-
-    return output
-
-
-@pytest.mark.parametrize("length", [0, 1, 65, 130])
-@pytest.mark.parametrize("scale", [None, -0.3])
-def test_launch_equals_reference(monkeypatch, poisoned_memory, relayout, length, scale):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
-    monkeypatch.setattr(launcher, "_processors", lambda device: 132)
-    monkeypatch.setattr(launcher, "_kernel", stand_in)
-    views = [relayout(x) for x in inputs_of((2, length, 3, 8, 64))] if length else inputs_of((2, 0, 3, 8, 64))
-    assert equal(launcher._run_forward_kernel(*views, scale), FORWARD(*views, scale))
-
-
 def test_every_pair_of_the_backward_has_an_output_row():
     pairs = {scan: {(row.key_dim, row.value_dim) for row in config.ROWS if row.scan == scan} for scan in config.SCANS}
     assert len(set(map(frozenset, pairs.values()))) == 1
-
-
-def test_first_use_inside_a_capture_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    launcher._kernel.cache_clear()
-    with pytest.raises(RuntimeError, match=r"first call of output for \(K, V\) = \(8, 64\) inside a CUDA graph capture"):
-        launcher._kernel("output", 8, 64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

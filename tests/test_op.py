@@ -23,7 +23,7 @@ from based_cute import accuracy, based_backward, launcher, reference
 from based_cute.kernels import config
 from based_cute.kernels.schedule import HandsOn
 
-OP = torch.ops.based.backward.default
+OP, FORWARD = torch.ops.based.backward.default, torch.ops.based.forward.default
 SHAPE = (2, 70, 3, 8, 16)
 
 
@@ -328,76 +328,48 @@ def test_cpu_tensors_give_no_warning(inputs):
 # The launch, with stand-ins for the compiled scans
 
 
-def check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags):
-    """What every pass asks of its last arguments for tensors like x: room for a state of every CTA whose range ends inside a
-    sequence, and lowered flags."""
-    batch, length, heads, _ = x.shape
-    chunks = math.ceil(length / row.chunk)
-    assert states.dtype == torch.float32 and flags.dtype == torch.int32
+def check_call(operation, tensors, scratch, ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at):
+    """What every operation asks of its arguments: packed aligned tensors, ranges that cover the tape, and a scratch with room
+    for (r, h) of every token of every chunk, a state of every CTA that leaves one, and the flags, lowered."""
+    for x in (*tensors, scratch):
+        assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
+    batch, length, heads, _ = tensors[0].shape
+    chunks = math.ceil(length / config.CHUNK)
+    assert scratch.dtype == torch.float32
+    assert states_at == (2 * config.CHUNK * chunks * batch * heads if operation.kind == "backward" else 0)
     assert ctas - late_ctas == math.ceil(batch * heads * stride / chunks_per_cta)
-    if chunks_per_cta % stride or late_ctas:
-        assert states.numel() >= (late_ctas or ctas) * config.state_size(row.key_dim, row.value_dim)
     assert late_ctas in (0, batch * heads) and (chunks > stride if late_ctas else chunks <= stride)
+    slots, flags = flags_at - states_at, scratch.numel() - flags_at
+    if chunks_per_cta % stride or late_ctas:
+        assert slots >= (late_ctas or ctas) * config.state_size(operation.key_dim, operation.value_dim)
+    assert operation.summed == (hands_on == HandsOn.SUMS) == bool(stride % chunks_per_cta == 0 < slots or late_ctas)
     if hands_on == HandsOn.STATE:
-        assert stride == chunks <= chunks_per_cta and flags.numel() == ctas and not flags.any()
+        assert stride == chunks <= chunks_per_cta and flags == ctas and not scratch[flags_at:].any()
     if hands_on == HandsOn.ROWS:
-        assert stride == chunks == chunks_per_cta and flags.numel() == config.TOKEN_WARPGROUPS * ctas
+        assert stride == chunks == chunks_per_cta and flags == config.TOKEN_WARPGROUPS * ctas
 
 
-def stand_in(scan, key_dim, value_dim):
-    """What build.load(row) returns, computed by the reference, with the kernels' contract asserted. The states at the cuts are
-    only marked: summing passes write 1 and 2, and a scan that is cut and not chained asserts them."""
-    row = config.find(scan, key_dim, value_dim)
+def stand_in(operation):
+    """What build.load(operation) returns, computed by the reference, with the kernels' contract asserted."""
 
-    def check(*tensors):
-        for x in tensors:
-            assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
-
-    def check_scan(x, ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags):
-        check_cuts(row, x, ctas, stride, chunks_per_cta, late_ctas, hands_on, states, flags)
-        if late_ctas:
-            assert (states == 1).all()
-        elif hands_on != HandsOn.STATE and chunks_per_cta != stride:
-            assert (states == 2).all()
-
-    def forward_scan(q, k, v, do, dq, rh, scale, *cuts):
-        check(q, k, v, do, dq, rh)
-        check_scan(q, *cuts)
-        batch, length, heads, _ = q.shape
-        padded_length = math.ceil(length / row.chunk) * row.chunk
-        assert rh.dtype == torch.float32 and rh.shape == (batch, heads, padded_length, 2)
-        new_dq, r, h = reference.forward_scan(q, k, v, do, scale, chunk=row.chunk)
-        dq.copy_(new_dq)
-        rh[:, :, :length] = torch.stack((r, h), -1)
-
-    def reverse_scan(q, k, v, do, rh, dk, dv, scale, *cuts):
-        check(q, k, v, do, rh, dk, dv)
-        check_scan(q, *cuts)
-        r, h = rh[:, :, : q.shape[1]].unbind(-1)
-        for x, y in zip((dk, dv), reference.reverse_scan(q, k, v, do, r, h, scale, chunk=row.chunk), strict=True):
+    def forward(q, k, v, o, r, scratch, scale, *cut):
+        check_call(operation, (q, k, v, o, r), scratch, *cut)
+        for x, y in zip((o, r), reference.chunked_forward(q, k, v, scale, chunk=config.CHUNK), strict=True):
             x.copy_(y)
 
-    def state(*arguments):
-        *tensors, _, ctas, stride, chunks_per_cta, states = arguments
-        check(*tensors)
-        assert states.numel() == ctas * config.state_size(key_dim, value_dim)
-        assert [x.shape[-1] for x in tensors] == [key_dim, value_dim, *((2,) if scan == "reverse_state" else ())]
-        assert stride % chunks_per_cta == 0
-        states.fill_(1)
+    def backward(q, k, v, do, dq, dk, dv, scratch, scale, *cut):
+        check_call(operation, (q, k, v, do, dq, dk, dv), scratch, *cut)
+        for x, y in zip((dq, dk, dv), reference.chunked_backward(q, k, v, do, scale, chunk=config.CHUNK), strict=True):
+            x.copy_(y)
 
-    def state_sum(states, sequences, stride, chunks_per_cta):
-        assert (states == 1).all()
-        assert states.numel() == sequences * stride // chunks_per_cta * config.state_size(key_dim, value_dim)
-        states.fill_(2)
-
-    return {"forward_scan": forward_scan, "reverse_scan": reverse_scan, "state_sum": state_sum}.get(scan, state)
+    return {"forward": forward, "backward": backward}[operation.kind]
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(launcher, "_processors", lambda device: 132)
-    monkeypatch.setattr(launcher, "_kernel", stand_in)
+    monkeypatch.setattr(launcher, "_operation", stand_in)
 
 
 @pytest.mark.parametrize("scale", [None, 0.0, -0.3])
@@ -406,22 +378,34 @@ def stand_ins(monkeypatch):
 def test_launch_equals_reference(stand_ins, poisoned_memory, key_dim, value_dim, length, scale):
     inputs = accuracy.make_inputs((2, length, 3, key_dim, value_dim), "cpu")
     assert equal(launcher._run_kernels(*inputs, scale), based_backward(*inputs, scale))
+    assert equal(launcher._run_forward_kernel(*inputs[:3], scale), FORWARD(*inputs[:3], scale))
 
 
 @pytest.mark.parametrize(
-    ("length", "processors", "states"),
-    [(700, 6, "zero"), (700, 5, "chained"), (1500, 60, "summed"), (2001, 13, "summed"), (6000, 8, "summed")],
+    ("length", "processors", "hands_on"),
+    [
+        (700, 6, HandsOn.ROWS),
+        (700, 5, HandsOn.STATE),
+        (1500, 60, HandsOn.SUMS),
+        (2001, 13, HandsOn.SUMS),
+        (6000, 8, HandsOn.SUMS),
+        (700, 3, HandsOn.NOTHING),
+    ],
 )
-def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, states):
+def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, hands_on):
     inputs = accuracy.make_inputs((2, length, 3, 16, 64), "cpu")
     monkeypatch.setattr(launcher, "_processors", lambda device: processors)
-    assert launcher._cut(*inputs[::2], backward=True).plan.states == states
     assert equal(launcher._run_kernels(*inputs, None), based_backward(*inputs))
+    assert launcher._plan("backward", inputs[0].device, inputs[0].shape, 64).cut[4] == hands_on
+    assert equal(launcher._run_forward_kernel(*inputs[:3], None), FORWARD(*inputs[:3]))
+    expected = HandsOn.NOTHING if hands_on == HandsOn.ROWS else hands_on
+    assert launcher._plan("forward", inputs[0].device, inputs[0].shape, 64).cut[4] == expected
 
 
 def test_launch_hands_over_packed_aligned_operands(stand_ins, relayout):
     views = [relayout(x) for x in accuracy.make_inputs((2, 70, 3, 8, 64), "cpu")]
     assert equal(launcher._run_kernels(*views, None), based_backward(*views))
+    assert equal(launcher._run_forward_kernel(*views[:3], None), FORWARD(*views[:3]))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 8, 64), (2, 0, 3, 8, 64), (2, 5, 0, 8, 64)], ids=str)
@@ -429,6 +413,7 @@ def test_launch_of_nothing(shape):
     inputs = accuracy.make_inputs(shape, "cpu")
     gradients = launcher._run_kernels(*inputs, None)
     assert [x.shape for x in gradients] == [x.shape for x in inputs[:3]]
+    assert equal(launcher._run_forward_kernel(*inputs[:3], None), FORWARD(*inputs[:3]))
 
 
 def test_operands_are_copied_only_when_needed():
@@ -446,11 +431,13 @@ def test_another_device_becomes_current_only_when_it_is_not(monkeypatch):
     assert entered == [torch.device("cuda", 1)]
 
 
-def test_first_use_inside_a_capture_is_refused(monkeypatch):
+@pytest.mark.parametrize("kind", config.OPERATIONS)
+def test_first_use_inside_a_capture_is_refused(monkeypatch, kind):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    launcher._kernel.cache_clear()
-    with pytest.raises(RuntimeError, match=r"\(K, V\) = \(16, 64\) inside a CUDA graph capture.*call it once before"):
-        launcher._kernel("forward_scan", 16, 64)
+    launcher._operation.cache_clear()
+    message = rf"first call of based_{kind}_16_64 inside a CUDA graph capture.*call it once with this shape before"
+    with pytest.raises(RuntimeError, match=message):
+        launcher._operation(config.Operation(kind, 16, 64))
 
 
 @pytest.mark.parametrize("call", [based_backward, OP], ids=["function", "operator"])

@@ -5,14 +5,16 @@ import math
 
 import pytest
 import torch
-from cases import chained, equal, every_row, parted, summed, uncut
+from cases import chained, cut_by, equal, every_row, parted, summed, uncut
 from hypothesis import given
 from hypothesis import strategies as st
 
-from based_cute import accuracy, based_backward, launcher
+from based_cute import accuracy, based_backward
 from based_cute.kernels import config
-from based_cute.kernels.schedule import Schedule, piece, pieces, range_of, schedule
+from based_cute.kernels.schedule import HandsOn, Schedule, piece, pieces, range_of, schedule
 from based_cute.launcher import based_attention
+
+UNCUT = (HandsOn.NOTHING, HandsOn.ROWS)
 
 
 def pieces_of(plan: Schedule, sequences: int, chunks: int):
@@ -35,7 +37,7 @@ def test_every_chunk_is_in_one_piece(sequences, chunks, processors, key_dim):
         for chunk in range(step, step + count)
     ]
     assert sorted(seen) == [(sequence, chunk) for sequence in range(sequences) for chunk in range(chunks)]
-    assert plan.states == "zero" or plan.ctas <= processors
+    assert plan.hands_on in UNCUT or plan.ctas <= processors
 
 
 @given(**sizes, key_dim=st.sampled_from([8, 16]))
@@ -50,10 +52,10 @@ def test_states_are_there_when_they_are_asked_for(sequences, chunks, processors,
         if plan.late_ctas and step > 0:
             assert cta == sequence < plan.late_ctas and step == plan.stride  # and slot `sequence` has the first part's state
         elif step > 0:
-            assert plan.states != "zero" and number == last_number[cta]
+            assert plan.hands_on not in UNCUT and number == last_number[cta]
             before = [x for x in cut if x[0] == cta - 1 and x[2] == sequence]
             assert [x[3] + x[4] for x in before] == [step]
-            assert plan.states == "summed" or (before[0][1] == 0 and before[0][3] == 0)
+            assert plan.hands_on == HandsOn.SUMS or (before[0][1] == 0 and before[0][3] == 0)
 
 
 @given(**sizes)
@@ -66,30 +68,30 @@ def test_positions_count_the_chunks_before(sequences, chunks, processors):
 
 
 @pytest.mark.parametrize(
-    ("sequences", "chunks", "states", "share"),
+    ("sequences", "chunks", "hands_on", "share"),
     [
-        (96, 128, "summed", 96),  # of 128 chunks, the later 96 alone, or the first 32 of three sequences
-        (88, 128, "summed", 86),
-        (112, 128, "summed", 110),
-        (124, 128, "zero", 128),  # too little to gain
-        (128, 128, "zero", 128),
-        (132, 128, "zero", 128),
-        (144, 128, "chained", 140),
-        (192, 64, "chained", 94),
-        (264, 128, "zero", 128),  # two full waves
-        (8, 2048, "summed", 128),
-        (16, 32, "summed", 4),
-        (1, 4, "zero", 4),  # too short to pay for the passes that sum states
+        (96, 128, HandsOn.SUMS, 96),  # of 128 chunks, the later 96 alone, or the first 32 of three sequences
+        (88, 128, HandsOn.SUMS, 86),
+        (112, 128, HandsOn.SUMS, 110),
+        (124, 128, HandsOn.ROWS, 128),  # too little to gain
+        (128, 128, HandsOn.ROWS, 128),
+        (132, 128, HandsOn.ROWS, 128),
+        (144, 128, HandsOn.STATE, 140),
+        (192, 64, HandsOn.STATE, 94),
+        (264, 128, HandsOn.NOTHING, 128),  # two full waves
+        (8, 2048, HandsOn.SUMS, 128),
+        (16, 32, HandsOn.SUMS, 4),
+        (1, 4, HandsOn.ROWS, 4),  # too short to pay for the passes that sum states
     ],
 )
-def test_choice_on_132_processors(sequences, chunks, states, share):
+def test_choice_on_132_processors(sequences, chunks, hands_on, share):
     plan = schedule(sequences, chunks, 132, config.chained_work(16))
-    assert (plan.states, max(plan.chunks_per_cta, chunks - plan.stride)) == (states, share)
+    assert (plan.hands_on, max(plan.chunks_per_cta, chunks - plan.stride)) == (hands_on, share)
 
 
 def test_no_key_dim_of_8_is_chained_for_a_few_percent():
-    assert schedule(256, 128, 132, config.chained_work(8)).states == "zero"
-    assert schedule(144, 128, 132, config.chained_work(8)).states == "chained"
+    assert schedule(256, 128, 132, config.chained_work(8)).hands_on == HandsOn.NOTHING
+    assert schedule(144, 128, 132, config.chained_work(8)).hands_on == HandsOn.STATE
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ RULES = {"chained": chained(1.3), "summed": summed(3), "parted": parted(4, 3)}
 
 def results(monkeypatch, rule, inputs):
     """o and the three gradients under a rule."""
-    monkeypatch.setattr(launcher, "schedule", rule)
+    cut_by(monkeypatch, rule)
     q, k, v, do = inputs
     return based_attention(q, k, v, backend="cute"), *based_backward(q, k, v, do, backend="cute")
 
@@ -174,8 +176,11 @@ def test_cut_scans_are_deterministic_and_capturable(monkeypatch, rule):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [uncut, *RULES.values()], ids=["uncut", *RULES])
-@pytest.mark.parametrize("length", [64, 1000])
+@pytest.mark.parametrize(
+    ("rule", "length"),
+    [(uncut, 64), *((rule, 1000) for rule in (uncut, *RULES.values()))],
+    ids=["a chunk", "uncut", *RULES],
+)
 def test_calls_in_a_queue_do_not_see_each_other(monkeypatch, rule, length):
     """Each pass starts while the one before it ends: calls on two inputs in turn, in the same memory, must not mix them."""
     sets = [accuracy.make_inputs((2, length, 5, 16, 128), "cuda", seed) for seed in range(2)]
@@ -194,7 +199,7 @@ def test_real_card_cuts_these(shape):
     batch, length, heads, key_dim, _ = shape
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     plan = schedule(batch * heads, math.ceil(length / 64), processors, config.chained_work(key_dim))
-    if plan.states == "zero":
+    if plan.hands_on in UNCUT:
         pytest.skip(f"not on {processors} SMs")
     result = accuracy.check_shape(shape, "cute", "cuda")
     assert result.passed, result
@@ -205,13 +210,12 @@ def test_real_card_cuts_these(shape):
 def test_scratch_is_one_state_a_cta(monkeypatch, rule):
     inputs = accuracy.make_inputs((2, 4096, 8, 16, 128), "cuda")
     call = functools.partial(based_backward, *inputs, backend="cute")
-    monkeypatch.setattr(launcher, "schedule", rule)
+    cut_by(monkeypatch, rule)
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     outputs = sum(x.numel() * x.element_size() for x in call())
-    plan = rule(16, 64, 132, 1.0)
-    states = 4 * config.state_size(16, 128) * (plan.late_ctas or plan.ctas)
+    states = 4 * config.state_size(16, 128) * rule(16, 64, 132, 1.0).slots
     scratch = torch.cuda.max_memory_allocated() - before - outputs
     assert states <= scratch <= states + 8 * 2 * 4096 * 8 + (1 << 20)

@@ -13,7 +13,6 @@ from .gemm import Product, k_steps, register_operand
 from .ptx import (
     ONE_ZERO,
     ONES,
-    bits_of,
     float_of,
     ldg128_or_zeros,
     ldmatrix4_transposed,
@@ -53,20 +52,6 @@ def save_state(accumulators, address, thread):
     """The accumulators of 128 threads to fp32 at global `address`."""
     for number, values in enumerate(quadruples(accumulators)):
         stg128(place_of(number, address, Int64(thread)), *values)
-
-
-def stash_state(accumulators, address, thread):
-    """The same to shared memory."""
-    for number, values in enumerate(quadruples(accumulators)):
-        sts128(place_of(number, address, thread), *(bits_of(value) for value in values))
-
-
-def save_sum(accumulators, stash, address, thread):
-    """`save_state` of the accumulators plus what another warpgroup has stashed."""
-    for number, values in enumerate(quadruples(accumulators)):
-        others = lds128(place_of(number, stash, thread))
-        sums = [value + float_of(other) for value, other in zip(values, others, strict=True)]
-        stg128(place_of(number, address, Int64(thread)), *sums)
 
 
 def load_state(accumulators, address, thread, wanted):

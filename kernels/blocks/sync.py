@@ -13,15 +13,16 @@ WARPGROUP = 128
 
 
 class Barrier(enum.IntEnum):
-    """Named barriers; 0 belongs to __syncthreads. Each stands for two or three, one per warpgroup of its kind: a token
-    warpgroup's number is also that of the buffer its copy of the state is in."""
+    """Named barriers; 0 belongs to __syncthreads. Each but STATE stands for several, one for each token warpgroup or feature
+    tile: a token warpgroup's number is also that of the buffer its copy of the state is in."""
 
-    STATE = 1  # a state warpgroup's own four warps
-    STATES = 3  # both state warpgroups (segment_state.py)
-    STATE_FULL = 3  # state warpgroup -> token warpgroup: the copy of the state is there
-    STATE_FREE = 6  # token warpgroup -> state warpgroup: the copy has been read
-    ROWS = 12  # a token warpgroup's own four warps
-    STAGED = 9  # token warpgroup -> storing warp: dv lies in shared memory
+    STATE = 1  # the state warpgroup's own four warps
+    STATE_FULL = 2  # state warpgroup -> token warpgroup: the copy of the state is there
+    STATE_FREE = 4  # token warpgroup -> state warpgroup: the copy has been read
+    STAGED = 6  # token warpgroup -> storing warp: dv lies in shared memory
+    ROWS = 8  # a token warpgroup's own four warps
+    TILE_FULL = 2  # token warpgroup -> state warpgroup: the features are there (segment_state.py)
+    TILE_FREE = 6  # state warpgroup -> token warpgroup: they have been multiplied
 
 
 def arrive(barrier: Barrier, group, threads: int):

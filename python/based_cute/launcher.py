@@ -9,7 +9,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from numbers import Real
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import reference
 from .kernels import config
-from .kernels.schedule import HandsOn, Schedule, schedule
+from .kernels.schedule import HandsOn, schedule
 
 BACKENDS = ("auto", "cute", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -478,93 +478,63 @@ def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) ->
     if r.numel() == 0:
         return o, r
     with _current(q.device):
+        plan = _plan("forward", q.device, q.shape, v.shape[3])
         q, k, v = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v)
-        _scan("output", (q, k, v, o, r), (k, v), scale, _cut(q, v, backward=False))
+        plan.launch(q, k, v, o, r, plan.scratch(q), scale, *plan.cut)
     return o, r
 
 
 def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> Gradients:
     """Both scans on the current stream of the tensors' device; only r and h (8 bytes a token) pass between them."""
-    batch, length, heads, key_dim = q.shape
-    scale = _resolved_scale("based_backward", scale, key_dim)
+    scale = _resolved_scale("based_backward", scale, q.shape[3])
     dq, dk, dv = _empty_gradients(q, v)
-    if batch * length * heads == 0:
+    if dq.numel() == 0:
         return dq, dk, dv
     with _current(q.device):
+        plan = _plan("backward", q.device, q.shape, v.shape[3])
         q, k, v, do = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v), _kernel_operand(do)
-        cuts = _cut(q, v, backward=True)
-        rh = q.new_empty((batch, heads, _chunks(length) * config.CHUNK, 2), dtype=torch.float32)
-        _scan("forward_scan", (q, k, v, do, dq, rh), (k, v), scale, cuts)
-        _scan("reverse_scan", (q, k, v, do, rh, dk, dv), (q, do, rh), scale, cuts)
+        plan.launch(q, k, v, do, dq, dk, dv, plan.scratch(q), scale, *plan.cut)
     return dq, dk, dv
 
 
-class _Cuts(NamedTuple):
-    """How the sequences are cut among the SMs, what CTAs hand on, and the scratch that takes: where sequences are cut one state
-    (86 KB at K = 16, V = 128) for each SM, and at most two flags for each. A pass that hands on states leaves their flags at
-    zero, so that both scans of a backward can use them."""
+class _Plan(NamedTuple):
+    """What tensors of one shape take: the compiled operation, how the sequences are cut (its arguments from `ctas` on), and the
+    scratch, in words of 4 bytes: r and h of every token in a backward, where sequences are cut one state (86 KB at K = 16,
+    V = 128) for each SM, and at most two flags for each."""
 
-    plan: Schedule
-    hands_on: HandsOn
-    states: Tensor
-    flags: Tensor
+    launch: Callable
+    cut: tuple[int, ...]
+    words: int
+    lowered: int  # flags, the last words, that have to be zero
 
-
-def _cut(q: Tensor, v: Tensor, backward: bool) -> _Cuts:
-    """The cuts of both scans of a backward, or of an output pass, which hands no rows on."""
-    (batch, length, heads, key_dim), value_dim = q.shape, v.shape[3]
-    sequences, chained_work = batch * heads, config.chained_work(key_dim)
-    plan = schedule(sequences, _chunks(length), _processors(q.device), chained_work)
-    states, flags = _no_scratch(q.device)
-    if plan.states != "zero":
-        slots = plan.late_ctas or plan.ctas
-        states = q.new_empty(slots * config.state_size(key_dim, value_dim), dtype=torch.float32)
-    hands_on = plan.hands_on
-    if hands_on == HandsOn.STATE:
-        flags = q.new_zeros(plan.ctas, dtype=torch.int32)
-    elif hands_on == HandsOn.ROWS and backward:
-        flags = q.new_empty(config.TOKEN_WARPGROUPS * plan.ctas, dtype=torch.int32)
-    else:
-        hands_on = HandsOn.NOTHING
-    return _Cuts(plan, hands_on, states, flags)
+    def scratch(self, q: Tensor) -> Tensor:
+        words = q.new_empty((self.words,), dtype=torch.float32)
+        if self.lowered:
+            words[-self.lowered :].zero_()
+        return words
 
 
-def _scan(scan: str, tensors: tuple[Tensor, ...], state_inputs: tuple[Tensor, ...], scale: float, cuts: _Cuts) -> None:
-    """One pass over all sequences. `tensors` are the arguments of the pass, `state_inputs` what its state is summed from."""
-    plan, hands_on, states, flags = cuts
-    dims = tensors[0].shape[3], tensors[2].shape[3]
-    if plan.states == "summed":
-        _sum_states(scan, dims, state_inputs, scale, plan, states)
-    layout = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, int(hands_on))
-    _kernel(scan, *dims)(*tensors, scale, *layout, states, flags)
-
-
-def _sum_states(
-    scan: str, dims: tuple[int, int], inputs: tuple[Tensor, ...], scale: float, plan: Schedule, states: Tensor
-) -> None:
-    """The states at the cuts: what each range adds, then its sums along a sequence, unless every sequence is cut once."""
-    add_up_ranges = _kernel(config.state_pass(scan), *dims)
-    if plan.late_ctas:
-        add_up_ranges(*inputs, scale, plan.late_ctas, plan.stride, plan.stride, states)
-        return
-    add_up_ranges(*inputs, scale, plan.ctas, plan.stride, plan.chunks_per_cta, states)
-    sequences = plan.ctas * plan.chunks_per_cta // plan.stride
-    _kernel(config.STATE_SUM, *dims)(states, sequences, plan.stride, plan.chunks_per_cta)
-
-
-def _chunks(length: int) -> int:
-    return -(-length // config.CHUNK)
+@lru_cache(maxsize=4096)
+def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> _Plan:
+    """The plan of a "forward" or a "backward" for q of shape `keys`."""
+    batch, length, heads, key_dim = keys
+    sequences, chunks = batch * heads, -(-length // config.CHUNK)
+    cut = schedule(sequences, chunks, _processors(device), config.chained_work(key_dim))
+    if kind == "forward" and cut.hands_on == HandsOn.ROWS:  # there is no reverse scan
+        cut = cut._replace(hands_on=HandsOn.NOTHING)
+    states_at = 2 * config.CHUNK * sequences * chunks if kind == "backward" else 0
+    flags_at = states_at + cut.slots * config.state_size(key_dim, value_dim)
+    return _Plan(
+        launch=_operation(config.Operation(kind, key_dim, value_dim, cut.hands_on == HandsOn.SUMS)),
+        cut=(cut.ctas, cut.stride, cut.chunks_per_cta, cut.late_ctas, int(cut.hands_on), states_at, flags_at),
+        words=max(flags_at + cut.flags, 1),
+        lowered=cut.flags if cut.hands_on == HandsOn.STATE else 0,
+    )
 
 
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _no_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The states and flags of a pass that needs none: never read, but arguments all the same."""
-    return torch.empty(4, device=device), torch.empty(4, device=device, dtype=torch.int32)
 
 
 _ALREADY_CURRENT = contextlib.nullcontext()
@@ -576,16 +546,16 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 @cache
-def _kernel(scan: str, key_dim: int, value_dim: int) -> Callable:
-    """The compiled kernel of a pass, loaded at its first use."""
+def _operation(operation: config.Operation) -> Callable:
+    """The compiled operation, loaded at its first use."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"based_cute: got its first call of {scan} for (K, V) = ({key_dim}, {value_dim}) inside a CUDA "
-            "graph capture, where no kernel can be compiled; call it once before the capture"
+            f"based_cute: got its first call of {operation.name} inside a CUDA graph capture, where no kernel can be "
+            "compiled; call it once with this shape before the capture"
         )
     from .kernels import build  # imports the DSL, which the CPU path does without
 
-    return build.load(config.find(scan, key_dim, value_dim))
+    return build.load(operation)
 
 
 def _kernel_operand(x: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""What one call from the host launches: the passes of a forward or a backward, one after the other on a stream.
+
+Both scans of a backward take 15.6 us of the host as two calls from Python and 12.6 as one, six passes 29 (docs/performance.md).
+"""
+
+from types import SimpleNamespace
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from .config import CHUNK, ScanConfig
+from .forward_scan import ForwardScan
+from .output import OutputScan
+from .reverse_scan import ReverseScan
+from .scan import Problem
+from .segment_state import ForwardState, OutputState, ReverseState, StateSum
+
+PASSES = {
+    "forward_scan": ForwardScan,
+    "reverse_scan": ReverseScan,
+    "output": OutputScan,
+    "forward_state": ForwardState,
+    "reverse_state": ReverseState,
+    "output_state": OutputState,
+    "state_sum": StateSum,
+}
+
+
+class Launch:
+    """The passes of `rows`, in order. The cut of a call (from `ctas` on) is in words of schedule.Schedule; its states and flags
+    begin at words `states_at` and `flags_at` of the scratch."""
+
+    def __init__(self, rows: tuple[ScanConfig, ...]):
+        self.passes = [PASSES[row.scan](row) for row in rows]
+
+    def run(self, tensors, scratch, scale, cut, stream):
+        *schedule, states_at, flags_at = cut
+        batch, tokens, heads, _ = tensors.q.shape
+        words = scratch.iterator.toint()
+        problem = Problem(tokens, heads, batch * heads, scale, *schedule, words + 4 * states_at, words + 4 * flags_at)
+        for launched in self.passes:
+            launched.start(tensors, problem, stream)
+
+
+class Forward(Launch):
+    """o (B, T, H, V) and r (B, H, T) fp32 from q, k and v."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        r: cute.Tensor,
+        scratch: cute.Tensor,
+        scale: Float32,
+        ctas: Int32,
+        stride: Int32,
+        chunks_per_cta: Int32,
+        late_ctas: Int32,
+        hands_on: Int32,
+        states_at: Int64,
+        flags_at: Int64,
+        stream,
+    ):
+        cut = (ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
+        self.run(SimpleNamespace(q=q, k=k, v=v, o=o, r=r), scratch, scale, cut, stream)
+
+
+class Backward(Launch):
+    """dq, dk (B, T, H, K) and dv (B, T, H, V) from q, k, v and do; r and h (B, H, T padded to chunks, 2), fp32, pass from the
+    forward scan to the reverse scan at the beginning of the scratch."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scratch: cute.Tensor,
+        scale: Float32,
+        ctas: Int32,
+        stride: Int32,
+        chunks_per_cta: Int32,
+        late_ctas: Int32,
+        hands_on: Int32,
+        states_at: Int64,
+        flags_at: Int64,
+        stream,
+    ):
+        cut = (ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
+        tensors = SimpleNamespace(q=q, k=k, v=v, do=do, dq=dq, dk=dk, dv=dv, statistics=row_statistics(scratch, q))
+        self.run(tensors, scratch, scale, cut, stream)
+
+
+def row_statistics(scratch, q):
+    """The rows (r, h) of the tokens of q, at the beginning of the scratch."""
+    batch, tokens, heads, _ = q.shape
+    rows = Int64(cute.round_up(tokens, CHUNK))
+    layout = cute.make_layout((batch, heads, cute.round_up(tokens, CHUNK), 2), stride=(2 * rows * heads, 2 * rows, 2, 1))
+    return cute.make_tensor(scratch.iterator, layout)
+
+
+OPERATIONS = {"forward": Forward, "backward": Backward}
