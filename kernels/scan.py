@@ -351,11 +351,14 @@ class Scan:
         return p.states + Int64(number) * (4 * state_size(self.config.key_dim, self.config.value_dim))
 
     def feature_parts(self, smem, thread):
-        """What a thread needs to build features: tiles of rows and of features."""
+        """What a thread needs to build features and the Gram matrix."""
         c = self.config
         rows = smem.q if self.backward else smem.k
+        gram_update = Product(16, b=rows, b_transposed=True)
         return SimpleNamespace(
             thread=thread,
+            gram_update=gram_update,  # G += y^T y
+            gram=gram_update.accumulator(),
             phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features),
             rows=SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim),
             statistics=smem.statistics.iterator.toint() if self.backward else None,
@@ -364,19 +367,16 @@ class Scan:
     def state_parts(self, smem, thread):
         """Operands, accumulators and tiles of the state warpgroup."""
         c = self.config
-        rows, values = (smem.q, smem.do) if self.backward else (smem.k, smem.v)
+        values = smem.do if self.backward else smem.v
         panels = cute.flat_divide(values, (c.chunk, 64))  # (C, 64, 1, V / 64, stage)
         updates = [
             Product(c.features, panels[None, None, 0, block, None], smem.phi, a_transposed=True, b_transposed=True)
             for block in range(c.value_dim // 64)
         ]
-        gram_update = Product(16, b=rows, b_transposed=True)
         parts = SimpleNamespace(
             **vars(self.feature_parts(smem, thread)),
             updates=updates,  # S^T (V x F) += x^T (V x C) phi (C x F), 64 rows each
-            gram_update=gram_update,  # G += y^T y
             state=[update.accumulator() for update in updates],
-            gram=gram_update.accumulator(),
         )
         if c.publishes:
             parts.normaliser = Normaliser(smem.gram)
@@ -398,14 +398,17 @@ class Scan:
         write_features(rows, target, thread, c.key_dim, c.chunk, products)
         sync.publish()
 
+    def gram_operand(self, g, stage):
+        """The A operand of the Gram product over the chunk in `stage`."""
+        rows, statistics = self.chunk_rows(g, stage)
+        return gram_operand(rows, recompute(g.thread), self.config.chunk, statistics)
+
     def issue_update(self, g, stage, tile):
         """S^T += x^T phi and G += y^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
 
         Passing the barrier also says that every warp has finished the product before this one: the other tile is free.
         """
-        c = self.config
-        rows, statistics = self.chunk_rows(g, stage)
-        operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
+        operand = self.gram_operand(g, stage)
         sync.wait(Barrier.STATE, 0, WARPGROUP)
         warpgroup.fence()
         g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True, commit=False)

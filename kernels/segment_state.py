@@ -4,11 +4,11 @@
     StateSum                                   their sums along a sequence: the state behind each range
 
 The first reads what the state update of its scan reads: k and v, or q, do, r and h. Its CTA is a scan whose token warpgroups
-do nothing but build features, so that the state warpgroup does nothing but multiply:
+build features, and the normaliser, which would cost the state warpgroup 300 cycles a chunk. That one only multiplies:
 
     warp 0                    loads a chunk into a stage of the ring
-    warps 4..7                the state warpgroup: the sum in its accumulators
-    warps 8..11, 12..15       chunks in turn: phi into the next of the feature tiles
+    warps 4..7                the state warpgroup: S^T in its accumulators
+    warps 8..11, 12..15       chunks in turn: phi into the next of the feature tiles, the Gram matrix in the accumulators
 
     buffer            writer                    reader
     sPhi x tiles      token warpgroups          S^T update                TILE_FULL / TILE_FREE, one a tile
@@ -23,8 +23,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
 from .blocks.gemm import k_steps
-from .blocks.ptx import float_of, ldg128_or_zeros, recompute, stg128
-from .blocks.state import gram_operand, save_state
+from .blocks.ptx import float_of, ldg128_or_zeros, stg128
+from .blocks.state import add_state, save_state
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.tiles import TmaTensor, statistics_layout, tma_load_statistics
 from .config import state_size
@@ -70,64 +70,89 @@ class SegmentState(Scan):
         for number in cutlass.range(at.pieces, unroll=1):
             p = self.piece(at, number)
             self.sum_piece(g, pipe, p)
-            save_state((*g.state, g.gram), self.slot(p, p.cta), g.thread)
+            save_state(g.state, self.slot(p, p.cta), g.thread)
 
     @cute.jit
     def sum_piece(self, g, pipe, p):
-        """All chunks of a piece. The state's product of a chunk is issued behind that of the chunk before, whose stage and tile
-        are then given back; the Gram product, from registers that are loaded meanwhile, comes behind it."""
-        tiles = self.config.feature_tiles
-        for block in (*g.state, g.gram):
+        """All chunks of a piece, the product of each issued behind that of the chunk before, whose stage and tile are then given
+        back."""
+        for block in g.state:
             block.fill(0.0)
         stage = sync.consumer_state(self.config.stages, p.position)
         before = stage
         for turn in cutlass.range(p.count, unroll=1):
             pipe.consumer_wait(stage)
-            sync.wait(Barrier.TILE_FULL, turn % tiles, 2 * WARPGROUP)
-            warpgroup.fence()
-            for update, block in zip(g.updates, g.state, strict=True):
-                values, phi = k_steps(update.a, stage.index), k_steps(update.b, turn % tiles)
-                update.issue(block, values, phi, accumulate=True, commit=update is g.updates[-1])
+            self.issue_product(g, stage.index, turn % self.config.feature_tiles)
             warpgroup.wait_group(1)
             if turn > 0:
-                pipe.consumer_release(before)
-            if (turn > 0) & (turn - 1 + tiles < p.count):
-                sync.arrive(Barrier.TILE_FREE, (turn - 1) % tiles, 2 * WARPGROUP)
-            self.issue_gram(g, stage.index)
+                self.give_back(pipe, before, p.count, turn - 1)
             before = stage
             stage = sync.advanced(stage, 1)
         warpgroup.wait_group(0)
 
-    def issue_gram(self, g, stage):
-        """G += y^T y over the chunk in `stage`."""
-        rows, statistics = self.chunk_rows(g, stage)
-        operand = gram_operand(rows, recompute(g.thread), self.config.chunk, statistics)
+    def issue_product(self, g, stage, tile):
+        """S^T += x^T phi over the chunk in `stage`, once its features are there."""
+        sync.wait(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
         warpgroup.fence()
-        g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True)
+        for update, block in zip(g.updates, g.state, strict=True):
+            values, phi = k_steps(update.a, stage), k_steps(update.b, tile)
+            update.issue(block, values, phi, accumulate=True, commit=update is g.updates[-1])
+
+    @cute.jit
+    def give_back(self, pipe, stage, count, turn):
+        """The stage and the tile of a chunk that has been multiplied; nobody asks for the last tiles again."""
+        tiles = self.config.feature_tiles
+        pipe.consumer_release(stage)
+        if turn + tiles < count:
+            sync.arrive(Barrier.TILE_FREE, turn % tiles, 2 * WARPGROUP)
 
     @cute.jit
     def take_chunks(self, outputs, smem, pipe, at):
-        """A token warpgroup: features of the chunks that it takes in turn."""
+        """A token warpgroup: features and normaliser of the chunks that it takes in turn; one that gets none must not write
+        what the kernel before still reads."""
+        cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         g = self.feature_parts(smem, thread % WARPGROUP)
+        g.gram.fill(0.0)
         for number in cutlass.range(at.pieces, unroll=1):
-            self.build_piece(g, pipe, self.piece(at, number), group)
+            p = self.piece(at, number)
+            self.build_piece(g, pipe, p, group)
+            self.save_gram(g, self.slot(p, p.cta) + 4 * self.config.value_dim * self.config.features, group)
 
     @cute.jit
     def build_piece(self, g, pipe, p, group):
-        """phi of this warpgroup's chunks of a piece, each into a tile that the state warpgroup is done with."""
+        """This warpgroup's chunks of a piece: phi of each into a tile that the state warpgroup is done with, while the Gram
+        product is under way."""
         c = self.config
         for turn in cutlass.range(self.turns(p, group), unroll=1):
             step = c.token_warpgroups * turn + group
             tile = step % c.feature_tiles
             stage = sync.consumer_state(c.stages, p.position + step)
             pipe.consumer_wait(stage)
+            self.issue_gram(g, stage.index)
             if step >= c.feature_tiles:
                 sync.wait(Barrier.TILE_FREE, tile, 2 * WARPGROUP)
             self.build_features(g, p, stage.index, tile)
-            pipe.consumer_release(stage)
             sync.arrive(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
+            warpgroup.wait_group(0)
+            pipe.consumer_release(stage)
+
+    def issue_gram(self, g, stage):
+        """G += y^T y over the chunk in `stage`."""
+        operand = self.gram_operand(g, stage)
+        warpgroup.fence()
+        g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True)
+
+    @cute.jit
+    def save_gram(self, g, address, group):
+        """The sum of both warpgroups' Gram matrices to `address`, by way of which the second hands its own to the first."""
+        if group == 1:
+            save_state([g.gram], address, g.thread)
+        sync.wait(Barrier.TOKENS, 0, 2 * WARPGROUP)
+        if group == 0:
+            add_state([g.gram], address, g.thread)
+            save_state([g.gram], address, g.thread)
 
     def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""
@@ -168,7 +193,7 @@ class StateSum:
     @cute.jit
     def start(self, tensors, problem, stream):
         """Nothing to add up where every sequence is cut once."""
-        if problem.late_ctas == 0:
+        if (problem.late_ctas == 0) & (problem.stride > 2 * problem.chunks_per_cta):
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(problem.states, problem.stride, problem.chunks_per_cta).launch(
                 grid=[cute.ceil_div(self.size, 4 * WARPGROUP), problem.sequences, 1],

@@ -130,7 +130,7 @@ def emulated(operation: config.Operation, *, late: bool = False):
                 run_pass(row, named, scale, plan, states, flags, late=late)
             elif row.scan in config.STATES:
                 run_pass(row, named, scale, ranges_summed(plan), states, None, late=late)
-            elif not late_ctas:
+            elif not late_ctas and stride > 2 * chunks_per_cta:
                 run_sum(row, states, batch * heads, stride, chunks_per_cta)
 
     return function

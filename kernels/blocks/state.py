@@ -7,7 +7,7 @@ Warps 2 and 3 repeat warp 0.
 """
 
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64
 
 from .gemm import Product, k_steps, register_operand
 from .ptx import (
@@ -56,13 +56,24 @@ def save_state(accumulators, address, thread):
 
 def load_state(accumulators, address, thread, wanted):
     """What `save_state` stored, bit for bit, into accumulators of the same shapes; zeros where `wanted` is 0."""
-    number = 0
-    for acc in accumulators:
-        for i in range(0, cute.size(acc), 4):
-            values = ldg128_or_zeros(place_of(number, address, Int64(thread)), wanted)
-            for j in range(4):
-                acc[i + j] = float_of(values[j])
-            number += 1
+    for acc, i, values in stored_state(accumulators, address, thread, wanted):
+        for j in range(4):
+            acc[i + j] = values[j]
+
+
+def add_state(accumulators, address, thread):
+    """What `save_state` stored, added to accumulators of the same shapes."""
+    for acc, i, values in stored_state(accumulators, address, thread, Int32(1)):
+        for j in range(4):
+            acc[i + j] = acc[i + j] + values[j]
+
+
+def stored_state(accumulators, address, thread, wanted):
+    """(accumulator, index, four values from there on) of a state at global `address`, in the order of `quadruples`."""
+    places = ((acc, i) for acc in accumulators for i in range(0, cute.size(acc), 4))
+    for number, (acc, i) in enumerate(places):
+        values = ldg128_or_zeros(place_of(number, address, Int64(thread)), wanted)
+        yield acc, i, [float_of(value) for value in values]
 
 
 def quadruples(accumulators):

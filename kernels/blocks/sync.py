@@ -23,6 +23,7 @@ class Barrier(enum.IntEnum):
     ROWS = 8  # a token warpgroup's own four warps
     TILE_FULL = 2  # token warpgroup -> state warpgroup: the features are there (segment_state.py)
     TILE_FREE = 6  # state warpgroup -> token warpgroup: they have been multiplied
+    TOKENS = 10  # both token warpgroups (segment_state.py)
 
 
 def arrive(barrier: Barrier, group, threads: int):
