@@ -106,6 +106,11 @@ class ScanConfig:
         return self.chunk * (2 * rows * self.padded_key_dim + 2 * values * self.value_dim + row_statistics)
 
     @property
+    def stash_bytes(self) -> int:
+        """Where the warps of a pass that sums states leave their normalisers: 9 words a thread."""
+        return 4 * 9 * WARPGROUP * self.token_warpgroups
+
+    @property
     def shared_memory(self) -> int:
         """Bytes a CTA takes (the kernel asserts that its storage struct has this size): the stages, the feature tiles, the
         barriers; where the state is published for each token warpgroup a bf16 copy of it, the normaliser (four bf16 tiles),
@@ -117,6 +122,8 @@ class ScanConfig:
             published = 2 * self.value_dim * self.features + 4 * 2 * self.padded_key_dim**2
             tiles_of_o = 2 * self.chunk * self.value_dim if self.scan == "output" else 0
             total += self.token_warpgroups * (published + tiles_of_o) + 2 * self.chunk * self.padded_key_dim
+        else:
+            total += self.stash_bytes
         return -(-total // 1024) * 1024
 
 

@@ -24,8 +24,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
+from .blocks.normaliser import NormaliserProducts, dot_value
 from .blocks.ptx import pack2, pick, stg32, stg64, unpack
-from .blocks.state import NormaliserProducts, dot_value
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import (
     ExactProducts,
@@ -62,7 +62,7 @@ class ForwardScan(Scan):
 
     def l2_policy(self, p, chunk):
         """The last chunks stay, since the reverse scan starts with them: 0.3 to 0.8% of both scans at K = 8, 0 at K = 16."""
-        return Int64(select_(chunk >= p.chunks - KEPT_CHUNKS, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
+        return Int64(select_(chunk >= p.chunk + p.count - KEPT_CHUNKS, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
 
     @cute.jit
     def await_inputs(self, at):

@@ -24,8 +24,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
+from .blocks.normaliser import NormaliserProducts
 from .blocks.ptx import pack2, pick, stmatrix4, unpack, unpack2
-from .blocks.state import NormaliserProducts
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import ScaledProducts, own_columns, own_entries, quad_sum
 from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, tma_store

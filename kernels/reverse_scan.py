@@ -24,8 +24,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
+from .blocks.normaliser import NormaliserProducts
 from .blocks.ptx import float_of, lds128, pack2, pick, stg32, stmatrix4, unpack
-from .blocks.state import NormaliserProducts
 from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import (
     ScaledProducts,

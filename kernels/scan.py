@@ -29,8 +29,9 @@ from cutlass.memory import SmemAllocator
 
 from .blocks import sync
 from .blocks.gemm import Product, k_steps
+from .blocks.normaliser import Normaliser, gram_operand, write_ones
 from .blocks.ptx import read_word, recompute, write_word
-from .blocks.state import Normaliser, gram_operand, load_state, publish_state, save_state, write_ones
+from .blocks.state import load_state, publish_state, save_state
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import load_rotated, write_features
 from .blocks.tiles import (
@@ -125,6 +126,8 @@ class Scan:
             fields["statistics"] = cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk * c.stages], 128]
         fields["barriers"] = cute.struct.MemRange[Int64, 2 * c.stages]
         fields["range"] = cute.struct.MemRange[Int32, RANGE_WORDS]
+        if not c.publishes:
+            fields["stash"] = cute.struct.Align[cute.struct.MemRange[Int32, c.stash_bytes // 4], 128]
         storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
         size = storage.size_in_bytes()
         assert size == c.shared_memory, f"{c.name}: storage takes {size} bytes, config says {c.shared_memory}"
@@ -145,6 +148,7 @@ class Scan:
         }
         if self.backward:
             smem["statistics"] = storage.statistics.get_tensor(statistics_layout(c.chunk, c.stages))
+        smem["stash"] = None if c.publishes else storage.stash.data_ptr().toint()
         return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr(), range=storage.range.data_ptr().toint())
 
     @cute.kernel
@@ -351,14 +355,11 @@ class Scan:
         return p.states + Int64(number) * (4 * state_size(self.config.key_dim, self.config.value_dim))
 
     def feature_parts(self, smem, thread):
-        """What a thread needs to build features and the Gram matrix."""
+        """What a thread needs to build features: tiles of rows and of features."""
         c = self.config
         rows = smem.q if self.backward else smem.k
-        gram_update = Product(16, b=rows, b_transposed=True)
         return SimpleNamespace(
             thread=thread,
-            gram_update=gram_update,  # G += y^T y
-            gram=gram_update.accumulator(),
             phi_tile=SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features),
             rows=SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim),
             statistics=smem.statistics.iterator.toint() if self.backward else None,
@@ -379,6 +380,8 @@ class Scan:
             state=[update.accumulator() for update in updates],
         )
         if c.publishes:
+            parts.gram_update = Product(16, b=smem.q if self.backward else smem.k, b_transposed=True)  # G += y^T y
+            parts.gram = parts.gram_update.accumulator()
             parts.normaliser = Normaliser(smem.gram)
             parts.state_tile = SwizzledTile(smem.state.iterator.toint(), c.value_dim, c.features)
         return parts
@@ -398,17 +401,14 @@ class Scan:
         write_features(rows, target, thread, c.key_dim, c.chunk, products)
         sync.publish()
 
-    def gram_operand(self, g, stage):
-        """The A operand of the Gram product over the chunk in `stage`."""
-        rows, statistics = self.chunk_rows(g, stage)
-        return gram_operand(rows, recompute(g.thread), self.config.chunk, statistics)
-
     def issue_update(self, g, stage, tile):
         """S^T += x^T phi and G += y^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
 
         Passing the barrier also says that every warp has finished the product before this one: the other tile is free.
         """
-        operand = self.gram_operand(g, stage)
+        c = self.config
+        rows, statistics = self.chunk_rows(g, stage)
+        operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
         sync.wait(Barrier.STATE, 0, WARPGROUP)
         warpgroup.fence()
         g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True, commit=False)

@@ -23,8 +23,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
 from .blocks.gemm import k_steps
-from .blocks.ptx import float_of, ldg128_or_zeros, stg128
-from .blocks.state import add_state, save_state
+from .blocks.normaliser import SumOfGrams, save_grams
+from .blocks.ptx import float_of, ldg128_or_zeros, recompute, stg128
+from .blocks.state import save_state
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.tiles import TmaTensor, statistics_layout, tma_load_statistics
 from .config import state_size
@@ -74,7 +75,7 @@ class SegmentState(Scan):
 
     @cute.jit
     def sum_piece(self, g, pipe, p):
-        """All chunks of a piece, the product of each issued behind that of the chunk before, whose stage and tile are then given
+        """All chunks of a piece: each product is issued behind that of the chunk before, whose stage and tile are then given
         back."""
         for block in g.state:
             block.fill(0.0)
@@ -114,7 +115,7 @@ class SegmentState(Scan):
         thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         g = self.feature_parts(smem, thread % WARPGROUP)
-        g.gram.fill(0.0)
+        g.gram, g.stash = SumOfGrams(smem.q if self.backward else smem.k), smem.stash
         for number in cutlass.range(at.pieces, unroll=1):
             p = self.piece(at, number)
             self.build_piece(g, pipe, p, group)
@@ -122,37 +123,38 @@ class SegmentState(Scan):
 
     @cute.jit
     def build_piece(self, g, pipe, p, group):
-        """This warpgroup's chunks of a piece: phi of each into a tile that the state warpgroup is done with, while the Gram
-        product is under way."""
+        """This warpgroup's chunks of a piece: phi of each into a tile that the state warpgroup is done with, then the Gram
+        product, which may have to wait for the tensor cores."""
         c = self.config
         for turn in cutlass.range(self.turns(p, group), unroll=1):
             step = c.token_warpgroups * turn + group
             tile = step % c.feature_tiles
             stage = sync.consumer_state(c.stages, p.position + step)
             pipe.consumer_wait(stage)
-            self.issue_gram(g, stage.index)
             if step >= c.feature_tiles:
                 sync.wait(Barrier.TILE_FREE, tile, 2 * WARPGROUP)
             self.build_features(g, p, stage.index, tile)
             sync.arrive(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
+            self.add_gram(g, stage.index)
             warpgroup.wait_group(0)
             pipe.consumer_release(stage)
 
-    def issue_gram(self, g, stage):
-        """G += y^T y over the chunk in `stage`."""
-        operand = self.gram_operand(g, stage)
-        warpgroup.fence()
-        g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True)
+    def add_gram(self, g, stage):
+        """The normaliser of the chunk in `stage`."""
+        rows, statistics = self.chunk_rows(g, stage)
+        g.gram.add(rows, stage, recompute(g.thread), statistics)
 
     @cute.jit
     def save_gram(self, g, address, group):
-        """The sum of both warpgroups' Gram matrices to `address`, by way of which the second hands its own to the first."""
-        if group == 1:
-            save_state([g.gram], address, g.thread)
+        """The sum over all warps to `address`."""
+        warpgroup.wait_group(0)
+        self.stash_gram(g, group)
         sync.wait(Barrier.TOKENS, 0, 2 * WARPGROUP)
         if group == 0:
-            add_state([g.gram], address, g.thread)
-            save_state([g.gram], address, g.thread)
+            save_grams(g.stash, address, g.thread)
+
+    def stash_gram(self, g, group):
+        g.gram.stash(g.stash, 4 * group + g.thread // 32, g.thread % 32)
 
     def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""

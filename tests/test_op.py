@@ -418,7 +418,7 @@ def test_launch_of_nothing(shape):
 
 def test_operands_are_copied_only_when_needed():
     x = torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16)
-    assert launcher._kernel_operand(x) is x
+    assert launcher._packed(x, (96, 32, 8, 1)) is x
 
 
 def test_another_device_becomes_current_only_when_it_is_not(monkeypatch):

@@ -473,26 +473,26 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 
 def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """The output pass on the current stream of the tensors' device."""
+    if q.numel() == 0:
+        return _empty_outputs(q, v)
     scale = _resolved_scale("based_attention", scale, q.shape[3])
-    o, r = _empty_outputs(q, v)
-    if r.numel() == 0:
-        return o, r
     with _current(q.device):
         plan = _plan("forward", q.device, q.shape, v.shape[3])
-        q, k, v = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v)
+        q, k, v = _packed(q, plan.keys), _packed(k, plan.keys), _packed(v, plan.values)
+        o, r = _empty_outputs(q, v)
         plan.launch(q, k, v, o, r, plan.scratch(q), scale, *plan.cut)
     return o, r
 
 
 def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> Gradients:
     """Both scans on the current stream of the tensors' device; only r and h (8 bytes a token) pass between them."""
+    if q.numel() == 0:
+        return _empty_gradients(q, v)
     scale = _resolved_scale("based_backward", scale, q.shape[3])
-    dq, dk, dv = _empty_gradients(q, v)
-    if dq.numel() == 0:
-        return dq, dk, dv
     with _current(q.device):
         plan = _plan("backward", q.device, q.shape, v.shape[3])
-        q, k, v, do = _kernel_operand(q), _kernel_operand(k), _kernel_operand(v), _kernel_operand(do)
+        q, k, v, do = _packed(q, plan.keys), _packed(k, plan.keys), _packed(v, plan.values), _packed(do, plan.values)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)  # packed as they are
         plan.launch(q, k, v, do, dq, dk, dv, plan.scratch(q), scale, *plan.cut)
     return dq, dk, dv
 
@@ -503,6 +503,8 @@ class _Plan(NamedTuple):
     V = 128) for each SM, and at most two flags for each."""
 
     launch: Callable
+    keys: tuple[int, ...]  # the strides of packed q and k
+    values: tuple[int, ...]  # of packed v and do
     cut: tuple[int, ...]
     words: int
     lowered: int  # flags, the last words, that have to be zero
@@ -526,6 +528,8 @@ def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> 
     flags_at = states_at + cut.slots * config.state_size(key_dim, value_dim)
     return _Plan(
         launch=_operation(config.Operation(kind, key_dim, value_dim, cut.hands_on == HandsOn.SUMS)),
+        keys=(length * heads * key_dim, heads * key_dim, key_dim, 1),
+        values=(length * heads * value_dim, heads * value_dim, value_dim, 1),
         cut=(cut.ctas, cut.stride, cut.chunks_per_cta, cut.late_ctas, int(cut.hands_on), states_at, flags_at),
         words=max(flags_at + cut.flags, 1),
         lowered=cut.flags if cut.hands_on == HandsOn.STATE else 0,
@@ -558,12 +562,9 @@ def _operation(operation: config.Operation) -> Callable:
     return build.load(operation)
 
 
-def _kernel_operand(x: Tensor) -> Tensor:
-    """x itself if packed and aligned as TMA needs it, else a copy that is.
+def _packed(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x itself if it has these strides, those of packed rows, and is aligned as TMA needs it, else a copy.
 
     is_contiguous() is not enough: it ignores the strides of dimensions of size 1, which a slice leaves arbitrary.
     """
-    _, length, heads, width = x.shape
-    row = heads * width
-    packed = x.stride() == (length * row, row, width, 1)
-    return x if packed and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if x.stride() == strides and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
