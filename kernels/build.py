@@ -151,24 +151,24 @@ def compile_rows(kind: str, rows: tuple[ScanConfig, ...]):
 
     from .operation import OPERATIONS
 
-    batch, tokens, heads, words = (cute.sym_int32() for _ in range(4))
+    batch, tokens, heads, halves = (cute.sym_int32() for _ in range(4))
 
     def tokenwise(width):
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
         return make_fake_tensor(cutlass.BFloat16, (batch, tokens, heads, width), stride=strides, assumed_align=16)
 
-    def contiguous(*shape):
+    def contiguous(dtype, *shape):
         order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=16)
+        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
 
     widths = {"k": rows[0].key_dim, "v": rows[0].value_dim}
     named = {"forward": "kkvv", "backward": "kkvvkkv"}[kind]  # q, k, v, o and q, k, v, do, dq, dk, dv
     tensors = [tokenwise(widths[width]) for width in named]
     if kind == "forward":
-        tensors.append(contiguous(batch, heads, tokens))
+        tensors.append(contiguous(cutlass.Float32, batch, heads, tokens))
     numbers = (cutlass.Float32(1.0), *[cutlass.Int32(1)] * 5, *[cutlass.Int64(1)] * 2)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    arguments = (*tensors, contiguous(words), *numbers, stream)
+    arguments = (*tensors, contiguous(cutlass.BFloat16, halves), *numbers, stream)
     return cute.compile(OPERATIONS[kind](rows), *arguments, options=f"--enable-tvm-ffi --gpu-arch {ARCH}")
 
 

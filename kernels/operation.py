@@ -28,7 +28,7 @@ PASSES = {
 
 class Launch:
     """The passes of `rows`, in order. The cut of a call (from `ctas` on) is in words of schedule.Schedule; its states and flags
-    begin at words `states_at` and `flags_at` of the scratch."""
+    begin at the 32-bit words `states_at` and `flags_at` of the scratch."""
 
     def __init__(self, rows: tuple[ScanConfig, ...]):
         self.passes = [PASSES[row.scan](row) for row in rows]
@@ -99,11 +99,11 @@ class Backward(Launch):
 
 
 def row_statistics(scratch, q):
-    """The rows (r, h) of the tokens of q, at the beginning of the scratch."""
+    """The rows (r, h) of the tokens of q, fp32, at the beginning of the scratch."""
     batch, tokens, heads, _ = q.shape
     rows = Int64(cute.round_up(tokens, CHUNK))
     layout = cute.make_layout((batch, heads, cute.round_up(tokens, CHUNK), 2), stride=(2 * rows * heads, 2 * rows, 2, 1))
-    return cute.make_tensor(scratch.iterator, layout)
+    return cute.make_tensor(cute.recast_ptr(scratch.iterator, dtype=Float32), layout)
 
 
 OPERATIONS = {"forward": Forward, "backward": Backward}

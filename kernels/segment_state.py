@@ -4,7 +4,7 @@
     StateSum                                   their sums along a sequence: the state behind each range
 
 The first reads what the state update of its scan reads: k and v, or q, do, r and h. Its CTA is a scan whose token warpgroups
-build features, and the normaliser, which would cost the state warpgroup 300 cycles a chunk. That one only multiplies:
+build features and sum the normaliser, so that the state warpgroup does nothing but multiply:
 
     warp 0                    loads a chunk into a stage of the ring
     warps 4..7                the state warpgroup: S^T in its accumulators
@@ -123,19 +123,19 @@ class SegmentState(Scan):
 
     @cute.jit
     def build_piece(self, g, pipe, p, group):
-        """This warpgroup's chunks of a piece: phi of each into a tile that the state warpgroup is done with, then the Gram
-        product, which may have to wait for the tensor cores."""
+        """This warpgroup's chunks of a piece: phi of each into a tile that the state warpgroup is done with, while the Gram
+        product is under way."""
         c = self.config
         for turn in cutlass.range(self.turns(p, group), unroll=1):
             step = c.token_warpgroups * turn + group
             tile = step % c.feature_tiles
             stage = sync.consumer_state(c.stages, p.position + step)
             pipe.consumer_wait(stage)
+            self.add_gram(g, stage.index)
             if step >= c.feature_tiles:
                 sync.wait(Barrier.TILE_FREE, tile, 2 * WARPGROUP)
             self.build_features(g, p, stage.index, tile)
             sync.arrive(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
-            self.add_gram(g, stage.index)
             warpgroup.wait_group(0)
             pipe.consumer_release(stage)
 
@@ -147,14 +147,10 @@ class SegmentState(Scan):
     @cute.jit
     def save_gram(self, g, address, group):
         """The sum over all warps to `address`."""
-        warpgroup.wait_group(0)
-        self.stash_gram(g, group)
+        g.gram.stash(g.stash, 4 * group + g.thread // 32, g.thread % 32)
         sync.wait(Barrier.TOKENS, 0, 2 * WARPGROUP)
         if group == 0:
             save_grams(g.stash, address, g.thread)
-
-    def stash_gram(self, g, group):
-        g.gram.stash(g.stash, 4 * group + g.thread // 32, g.thread % 32)
 
     def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""

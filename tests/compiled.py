@@ -119,6 +119,7 @@ def emulated(operation: config.Operation, *, late: bool = False):
 
     def function(*arguments):
         *tensors, scratch, scale, ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at = arguments
+        scratch = scratch.view(torch.float32)
         named = dict(zip(ARGUMENTS[operation.kind], tensors, strict=True))
         batch, _, heads, _ = named["q"].shape
         named["rh"] = scratch[:states_at].view(batch, heads, -1, 2)

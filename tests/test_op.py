@@ -335,7 +335,7 @@ def check_call(operation, tensors, scratch, ctas, stride, chunks_per_cta, late_c
         assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
     batch, length, heads, _ = tensors[0].shape
     chunks = math.ceil(length / config.CHUNK)
-    assert scratch.dtype == torch.float32
+    scratch = scratch.view(torch.float32)
     assert states_at == (2 * config.CHUNK * chunks * batch * heads if operation.kind == "backward" else 0)
     assert ctas - late_ctas == math.ceil(batch * heads * stride / chunks_per_cta)
     assert late_ctas in (0, batch * heads) and (chunks > stride if late_ctas else chunks <= stride)
