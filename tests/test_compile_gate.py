@@ -2,13 +2,16 @@
 beyond what the row allows, the instructions that the row is about in the PTX, and warps that never wait for ever."""
 
 import math
+import warnings
 from collections import Counter, defaultdict
 from dataclasses import replace
 
 import ptx_machine
 import pytest
+import torch
 
-from based_cute.kernels import config
+from based_cute import launcher
+from based_cute.kernels import build, config
 from based_cute.kernels.schedule import HandsOn, Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
@@ -38,6 +41,22 @@ def test_row_compiles_to_the_code_that_was_meant(row):
     for instruction in TENSOR_CORE:
         assert instruction in report.ptx
     assert f"n{row.features}k16.f32.bf16.bf16" in report.ptx  # the packed features, never the full K^2
+
+
+WITH_MOST_LAUNCHES = [x for x in config.all_operations() if x.summed or (x.key_dim, x.value_dim) == (16, 128)]
+
+
+@pytest.mark.parametrize("operation", WITH_MOST_LAUNCHES, ids=lambda operation: operation.name)
+def test_operation_launches_its_rows_in_order(monkeypatch, operation):
+    """The DSL numbers the kernels of a function as they are launched. It has nothing to warn the user of."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(build, "load", build.compile_object)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        content = launcher._operation.__wrapped__(operation)
+    assert operation.name.encode() in content
+    for number, row in enumerate(operation.rows):
+        assert f"{row.name}_{number}".encode() in content
 
 
 def test_gate_sees_serialised_products():
