@@ -414,6 +414,9 @@ def test_launch_of_nothing(shape):
     gradients = launcher._run_kernels(*inputs, None)
     assert [x.shape for x in gradients] == [x.shape for x in inputs[:3]]
     assert equal(launcher._run_forward_kernel(*inputs[:3], None), FORWARD(*inputs[:3]))
+    for run, tensors in ((launcher._run_kernels, inputs), (launcher._run_forward_kernel, inputs[:3])):
+        with pytest.raises(ValueError, match="got scale=inf, need a finite number"):
+            run(*tensors, math.inf)
 
 
 def test_operands_are_copied_only_when_needed():

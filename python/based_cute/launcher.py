@@ -477,9 +477,9 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 
 def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """The output pass on the current stream of the tensors' device."""
+    scale = _resolved_scale("based_attention", scale, q.shape[3])
     if q.numel() == 0:
         return _empty_outputs(q, v)
-    scale = _resolved_scale("based_attention", scale, q.shape[3])
     with _current(q.device):
         plan = _plan("forward", q.device, q.shape, v.shape[3])
         q, k, v = _packed(q, plan.keys), _packed(k, plan.keys), _packed(v, plan.values)
@@ -490,9 +490,9 @@ def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) ->
 
 def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> Gradients:
     """Both scans on the current stream of the tensors' device; only r and h (8 bytes a token) pass between them."""
+    scale = _resolved_scale("based_backward", scale, q.shape[3])
     if q.numel() == 0:
         return _empty_gradients(q, v)
-    scale = _resolved_scale("based_backward", scale, q.shape[3])
     with _current(q.device):
         plan = _plan("backward", q.device, q.shape, v.shape[3])
         q, k, v, do = _packed(q, plan.keys), _packed(k, plan.keys), _packed(v, plan.values), _packed(do, plan.values)
