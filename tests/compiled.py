@@ -98,8 +98,14 @@ def flag_addresses(count: int) -> list[int]:
     return [FLAGS + 4 * i for i in range(count)]
 
 
-def launch_parameters(row: config.ScanConfig, *problem: int, others: type[dict] = dict) -> tuple[dict, int]:
-    """The scalars of scan.Problem and the flags by their positions, and that of the states; `others` stands for the rest."""
+def launch_parameters(
+    row: config.ScanConfig, sizes: tuple[int, ...], factor: int, plan: Schedule, others: type[dict] = dict
+) -> tuple[dict, int]:
+    """The scalars of scan.Problem and the flags by their positions, and that of the states; `others` stands for the rest.
+
+    sizes: (B, T, H). factor: the word of the scale."""
+    batch, length, heads = sizes
+    problem = (length, heads, batch * heads, factor, plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, plan.hands_on)
     scalars = [i for i, size in enumerate(compiled_program(row).sizes) if size == 4]
     parameters = defaultdict(others, zip(scalars, problem, strict=True))
     parameters[scalars[-1] + 2] = FLAGS
@@ -189,10 +195,8 @@ def run_pass(
 ) -> None:
     """One launch of a pass; `tensors` are those of its operation."""
     program, heap = compiled_program(row), Heap()
-    batch, length, heads, _ = tensors["q"].shape
     factor = int(np.float32(scale).view(np.uint32))
-    cuts = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, plan.hands_on)
-    parameters, states_at = launch_parameters(row, length, heads, batch * heads, factor, *cuts)
+    parameters, states_at = launch_parameters(row, tensors["q"].shape[:3], factor, plan)
     parameters[states_at] = heap.add(states)
     structs = [i for i, size in enumerate(program.sizes) if size in (40, 48)]
     for position, name in zip(structs, STRUCTS.get(row.scan, ()), strict=True):

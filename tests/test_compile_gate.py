@@ -72,6 +72,7 @@ def test_gate_sees_serialised_products():
 BATCH, HEADS, CHUNKS = 2, 3, 5
 LENGTH = 64 * CHUNKS - 7
 HANDS_ON_ROWS = Schedule(6, 5, 5, HandsOn.ROWS)
+ROWS_FLAGS = flag_addresses(6 * config.TOKEN_WARPGROUPS)
 SCHEDULES = {
     "one CTA a sequence": Schedule(6, 5, 5, HandsOn.NOTHING),
     "one CTA a sequence, rows handed on": HANDS_ON_ROWS,
@@ -101,17 +102,12 @@ def run_pass(
     row: config.ScanConfig, plan: Schedule, program: ptx_machine.Program | None = None, flags: dict | None = None
 ) -> tuple:
     """The machine after one launch, and its CTAs."""
-    cuts = (plan.ctas, plan.stride, plan.chunks_per_cta, plan.late_ctas, int(plan.hands_on))
-    parameters, _ = launch_parameters(row, LENGTH, HEADS, BATCH * HEADS, 0, *cuts, others=Unread)
+    parameters, _ = launch_parameters(row, (BATCH, LENGTH, HEADS), 0, plan, others=Unread)
     boxes = {position: bytes_of(name) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program or control_program(row), row.threads, parameters, boxes)
     if plan.hands_on == HandsOn.ROWS:  # whatever they are, a forward scan lowers them; a reverse scan finds them raised
-        machine.flags = dict.fromkeys(rows_flags(plan), 1) if flags is None else flags
+        machine.flags = dict.fromkeys(flag_addresses(plan.flags), 1) if flags is None else flags
     return machine, machine.run(plan.ctas)
-
-
-def rows_flags(plan: Schedule) -> list[int]:
-    return flag_addresses(config.TOKEN_WARPGROUPS * plan.ctas)
 
 
 def copies_of(row: config.ScanConfig, places) -> Counter:
@@ -135,7 +131,7 @@ def test_every_chunk_is_scanned_once(row, schedule):
     stores = row.scan != "output"
     assert Counter(copy for cta in ctas for copy in cta.copies if stores or copy[0] == "load") == copies_of(row, places)
     if schedule.hands_on == HandsOn.ROWS:
-        assert machine.flags == dict.fromkeys(rows_flags(schedule), 1)
+        assert machine.flags == dict.fromkeys(flag_addresses(schedule.flags), 1)
         return
     cuts = sum(1 for cta in range(1, schedule.ctas) if cta * schedule.chunks_per_cta % schedule.stride)
     # a flag for each cut inside a sequence, and lowered again for the next pass
@@ -157,13 +153,13 @@ class History(dict):
 
 def test_forward_scan_lowers_the_flags_of_its_rows_before_it_raises_them():
     machine, _ = run_pass(config.find("forward_scan", 16, 128), HANDS_ON_ROWS, flags=History())
-    assert machine.flags.written == dict.fromkeys(rows_flags(HANDS_ON_ROWS), [0, 1])
+    assert machine.flags.written == dict.fromkeys(ROWS_FLAGS, [0, 1])
 
 
 def test_reverse_scan_awaits_its_rows():
     row = config.find("reverse_scan", 16, 128)
-    for flag in rows_flags(HANDS_ON_ROWS):
-        others = {other: 1 for other in rows_flags(HANDS_ON_ROWS) if other != flag}
+    for flag in ROWS_FLAGS:
+        others = {other: 1 for other in ROWS_FLAGS if other != flag}
         with pytest.raises(ptx_machine.Stuck, match=f"warp 0 waits for the flag at {flag}"):
             run_pass(row, HANDS_ON_ROWS, flags=others)
 

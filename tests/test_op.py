@@ -354,6 +354,7 @@ def stand_in(operation):
 
     def forward(q, k, v, o, r, scratch, scale, *cut):
         check_call(operation, (q, k, v, o, r), scratch, *cut)
+        assert r.shape == (q.shape[0], q.shape[2], q.shape[1]) and r.dtype == torch.float32
         for x, y in zip((o, r), reference.chunked_forward(q, k, v, scale, chunk=config.CHUNK), strict=True):
             x.copy_(y)
 
@@ -402,10 +403,12 @@ def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, hands
     assert launcher._plan("forward", inputs[0].device, inputs[0].shape, 64).cut[4] == expected
 
 
-def test_launch_hands_over_packed_aligned_operands(stand_ins, relayout):
-    views = [relayout(x) for x in accuracy.make_inputs((2, 70, 3, 8, 64), "cpu")]
-    assert equal(launcher._run_kernels(*views, None), based_backward(*views))
-    assert equal(launcher._run_forward_kernel(*views[:3], None), FORWARD(*views[:3]))
+@pytest.mark.parametrize("length", [1, 65, 70, 130])
+@pytest.mark.parametrize("scale", [None, -0.3])
+def test_launch_hands_over_packed_aligned_operands(stand_ins, poisoned_memory, relayout, length, scale):
+    views = [relayout(x) for x in accuracy.make_inputs((2, length, 3, 8, 64), "cpu")]
+    assert equal(launcher._run_kernels(*views, scale), based_backward(*views, scale))
+    assert equal(launcher._run_forward_kernel(*views[:3], scale), FORWARD(*views[:3], scale))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 8, 64), (2, 0, 3, 8, 64), (2, 5, 0, 8, 64)], ids=str)
