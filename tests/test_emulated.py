@@ -2,6 +2,7 @@
 reference says, whatever the length and however the sequences are cut, and writes nothing else."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -101,6 +102,33 @@ def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
     dq, dk, dv = launcher._run_kernels(q, k, v, only_row, None)
     assert not dk[:, 66:].any() and not dv[:, 66:].any()
     assert not dq[:, :65].any() and not dq[:, 66:].any()
+
+
+@every_row
+def test_what_is_no_number_reaches_nothing_in_the_chunks_before_it(machine, monkeypatch, key_dim, value_dim):
+    """o and dq of a chunk come from the chunks up to it, to the bit: a backward that went back from the end of the sequence to
+    the states before (docs/performance.md) would lose that."""
+    cut_by(monkeypatch, uncut)
+    inputs = accuracy.make_inputs((1, 200, 1, key_dim, value_dim), "cpu")
+    expected = results(inputs)
+    for x in inputs:
+        x[:, 128:] = math.nan
+    found = results(inputs)
+    assert equal((found[0][:, :128], found[2][:, :128]), (expected[0][:, :128], expected[2][:, :128]))
+    assert found[0][:, 128:].isnan().all() and found[2][:, 128:].isnan().all()
+
+
+@every_row
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_errors_hold_where_key_sizes_change(machine, monkeypatch, key_dim, value_dim, factor):
+    """The second half's keys 1000 times larger than the first's, or smaller; also of the first tokens alone."""
+    cut_by(monkeypatch, uncut)
+    q, k, v, do = accuracy.make_inputs((1, 300, 2, key_dim, value_dim), "cpu")
+    inputs = q, torch.cat((k[:, :150] * min(factor, 1), k[:, 150:] / max(factor, 1)), 1), v, do
+    gradients, gold = launcher._run_kernels(*inputs, None), accuracy.gold_gradients(*inputs)
+    for rows in (slice(None), slice(64)):
+        found, expected = (tuple(x[:, rows] for x in tensors) for tensors in (gradients, gold))
+        assert max(accuracy.measure_errors(found, expected)) <= accuracy.NORMAL_INPUT_LIMIT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
