@@ -24,6 +24,13 @@ def contiguous_strides(x: Tensor) -> tuple[int, ...]:
     return torch.empty(x.shape, device="meta").stride()
 
 
+def with_two_key_sizes(inputs: tuple[Tensor, ...], early: float) -> tuple[Tensor, ...]:
+    """The inputs with the first half's keys made smaller by `early` < 1, or the second half's by `early` > 1."""
+    q, k, *others = inputs
+    half = k.shape[1] // 2
+    return q, torch.cat((k[:, :half] * min(early, 1), k[:, half:] / max(early, 1)), 1), *others
+
+
 Rule = Callable[..., Schedule]  # stands in for schedule.schedule
 
 

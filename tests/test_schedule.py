@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import chained, cut_by, equal, every_row, parted, summed, uncut
+from cases import chained, cut_by, equal, every_row, parted, summed, uncut, with_two_key_sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -150,8 +150,7 @@ def test_two_parts_are_accurate(monkeypatch, key_dim, value_dim, length, share):
 @pytest.mark.parametrize("early", [1e-3, 1e3])
 def test_segments_hold_where_key_sizes_change(monkeypatch, key_dim, value_dim, early):
     """The first half's keys 1000 times smaller, or larger, than the second's: cutting the scan adds no error."""
-    q, k, v, do = accuracy.make_inputs((1, 2000, 2, key_dim, value_dim), "cuda")
-    inputs = q, torch.cat((k[:, :1000] * min(early, 1), k[:, 1000:] / max(early, 1)), 1), v, do
+    inputs = with_two_key_sizes(accuracy.make_inputs((1, 2000, 2, key_dim, value_dim), "cuda"), early)
     expected = errors(results(monkeypatch, uncut, inputs), inputs)
     found = errors(results(monkeypatch, summed(4), inputs), inputs)
     assert all(x <= 1.05 * y + 5e-5 for x, y in zip(found, expected, strict=True)), (found, expected)
