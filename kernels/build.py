@@ -94,8 +94,7 @@ def cache_directory() -> Path | None:
     except (OSError, RuntimeError) as error:  # no home directory, a read-only file system
         reason = str(error)
     warnings.warn(
-        f"based_cute: kernels are compiled anew in every process, since {reason}; "
-        "set BASED_CUTE_CACHE to a writable directory",
+        f"based_cute: kernels are compiled anew in every process, since {reason}; set BASED_CUTE_CACHE to a writable directory",
         stacklevel=2,
     )
     return None

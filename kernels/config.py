@@ -12,11 +12,25 @@ REGISTER_FILE = 65536  # 32-bit registers of one SM
 WARPGROUP = 128  # threads
 CHUNK = 64  # tokens
 TOKEN_WARPGROUPS = 2  # of a scan
+# Chunks between two states that a sweep starts from. dq of any 64 tokens before keys 1000 times larger has an error of up to
+# 3.0e-3 then, the same with 16, but 3.4e-3 with 128 (tests/ptx_machine.py).
+CHECKPOINT = 64
+NORMALISER_WORDS = 72  # a normaliser for K = 8 in memory: G (8 x 8) and the sums of 8 entries, fp32
 SCANS = ("forward_scan", "reverse_scan", "output")
 STATES = ("forward_state", "reverse_state", "output_state")  # their states at the cuts of a sequence
 STATE_SUM = "state_sum"
-PASSES = (*SCANS, *STATES, STATE_SUM)
-OPERATIONS = {"forward": ("output",), "backward": ("forward_scan", "reverse_scan")}  # what a call runs, in order
+SWEEP = ("sweep_state", "sweep")
+PASSES = (*SCANS, *STATES, STATE_SUM, *SWEEP)
+# What a call runs, in order: the scans; before each scan the passes that compute the states at the cuts; at K = 8 and without
+# cuts, one sweep in place of both scans.
+OPERATIONS = {
+    "forward": {"scans": ("output",), "summed": ("output_state", STATE_SUM, "output")},
+    "backward": {
+        "scans": ("forward_scan", "reverse_scan"),
+        "summed": ("forward_state", STATE_SUM, "forward_scan", "reverse_state", STATE_SUM, "reverse_scan"),
+        "swept": SWEEP,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -96,14 +110,21 @@ class ScanConfig:
     @property
     def publishes(self) -> bool:
         """Whether the token warpgroups get copies of the state."""
-        return self.scan in SCANS
+        return self.scan in (*SCANS, "sweep")
 
     @property
     def tile_bytes(self) -> int:
         """Bytes one stage loads: its tiles of (chunk, 16) and (chunk, V) bf16, and where the pass reads them r and h (fp32)."""
-        rows, values = {"output": (2, 1), "forward_scan": (2, 2), "reverse_scan": (2, 2)}.get(self.scan, (1, 1))
-        row_statistics = 8 if self.scan.startswith("reverse") else 0
-        return self.chunk * (2 * rows * self.padded_key_dim + 2 * values * self.value_dim + row_statistics)
+        rows, values = {"output": (2, 1), "forward_scan": (2, 2), "reverse_scan": (2, 2), "sweep": (2, 2)}.get(
+            self.scan, (1, 1)
+        )
+        statistics = 8 if self.scan.startswith("reverse") else 0
+        return self.chunk * (2 * rows * self.padded_key_dim + 2 * values * self.value_dim + statistics)
+
+    @property
+    def barriers(self) -> int:
+        """mbarriers: of each stage that it is free and that it is full, in a sweep of its keys and of its queries."""
+        return (3 if self.scan == "sweep" else 2) * self.stages
 
     @property
     def stash_bytes(self) -> int:
@@ -114,14 +135,16 @@ class ScanConfig:
     def shared_memory(self) -> int:
         """Bytes a CTA takes (the kernel asserts that its storage struct has this size): the stages, the feature tiles, the
         barriers; where the state is published for each token warpgroup a bf16 copy of it, the normaliser (four bf16 tiles),
-        in the output pass a tile of o; and for all of them a tile of ones."""
+        in the output pass a tile of o, in a sweep both again for the other state, two tiles of 64 columns, and r and h; and for
+        all of them a tile of ones."""
         features = 2 * self.feature_tiles * self.chunk * self.features
-        barriers = 2 * 8 * self.stages + 4 * 4  # and the four words of the range
+        barriers = 8 * self.barriers + 4 * 4  # and the four words of the range
         total = self.stages * self.tile_bytes + features + barriers
         if self.publishes:
             published = 2 * self.value_dim * self.features + 4 * 2 * self.padded_key_dim**2
-            tiles_of_o = 2 * self.chunk * self.value_dim if self.scan == "output" else 0
-            total += self.token_warpgroups * (published + tiles_of_o) + 2 * self.chunk * self.padded_key_dim
+            staged = 2 * 2 * self.chunk * 64 + 8 * self.chunk
+            own = {"output": 2 * self.chunk * self.value_dim, "sweep": published + staged}.get(self.scan, 0)
+            total += self.token_warpgroups * (published + own) + 2 * self.chunk * self.padded_key_dim
         else:
             total += self.stash_bytes
         return -(-total // 1024) * 1024
@@ -156,8 +179,21 @@ def _state_rows(scan: str) -> tuple[ScanConfig, ...]:
     )
 
 
+def _sweep_rows(value_dim: int) -> tuple[ScanConfig, ...]:
+    """The rows of a sweep and of the pass before it. Its state takes S, dS and what a chunk adds: 48 registers each, or 24."""
+    split = {"producer_registers": 40, "state_registers": 152, "token_registers": 160}
+    tiles = {"stages": 3, "feature_tiles": 3, "causal_block": CHUNK}
+    slower = "shared memory is full at V = 128; blocks of 32 rows made an early build 20% slower"
+    ring = {"feature_tiles": 4, "stages": 6, "producer_registers": 40, "state_registers": 200, "token_registers": 136}
+    return (
+        ScanConfig("sweep_state", 8, value_dim, **ring, origin="as the passes that sum states"),
+        ScanConfig("sweep", 8, value_dim, **tiles, **split, origin=slower),
+    )
+
+
 ROWS: tuple[ScanConfig, ...] = (
     *(row for scan in SCANS for row in _rows(scan)),
+    *(row for value_dim in (64, 128) for row in _sweep_rows(value_dim)),
     *(row for scan in (*STATES, STATE_SUM) for row in _state_rows(scan)),
 )
 
@@ -169,24 +205,22 @@ def find(scan: str, key_dim: int, value_dim: int) -> ScanConfig | None:
 
 @dataclass(frozen=True)
 class Operation:
-    """All kernels that one call from the host launches, one after the other on a stream: the scans of a forward or a backward
-    or, where the states at the cuts are computed beforehand (`summed`), before each scan the passes that do that."""
+    """All kernels that one call from the host launches, one after the other on a stream: a forward or a backward, in one of the
+    ways of OPERATIONS."""
 
     kind: str
     key_dim: int
     value_dim: int
-    summed: bool = False
+    way: str = "scans"
 
     @property
     def name(self) -> str:
         """File name and function name."""
-        return f"based_{self.kind}_{self.key_dim}_{self.value_dim}" + "_summed" * self.summed
+        return f"based_{self.kind}_{self.key_dim}_{self.value_dim}" + f"_{self.way}" * (self.way != "scans")
 
     @property
     def rows(self) -> tuple[ScanConfig, ...]:
-        scans = OPERATIONS[self.kind]
-        passes = [(f"{scan.removesuffix('_scan')}_state", STATE_SUM, scan) if self.summed else (scan,) for scan in scans]
-        return tuple(find(name, self.key_dim, self.value_dim) for group in passes for name in group)
+        return tuple(find(name, self.key_dim, self.value_dim) for name in OPERATIONS[self.kind][self.way])
 
 
 def operation_of(row: ScanConfig) -> str:
@@ -197,7 +231,8 @@ def operation_of(row: ScanConfig) -> str:
 def all_operations() -> tuple[Operation, ...]:
     """Every operation of every (K, V) of the table."""
     dims = sorted({(row.key_dim, row.value_dim) for row in ROWS})
-    return tuple(Operation(kind, *pair, summed) for kind in OPERATIONS for pair in dims for summed in (False, True))
+    operations = [Operation(kind, *pair, way) for kind, ways in OPERATIONS.items() for pair in dims for way in ways]
+    return tuple(operation for operation in operations if None not in operation.rows)
 
 
 def state_size(key_dim: int, value_dim: int) -> int:
@@ -209,3 +244,8 @@ def chained_work(key_dim: int) -> float:
     """Time of a chunk where CTAs take up sequences at different places, against CTAs that walk side by side. With K = 8 the
     rows of q and k are 16 bytes, and neighbouring heads that walk side by side share every 32-byte sector."""
     return 1.42 if key_dim == 8 else 1.07
+
+
+def whole_work(kind: str, key_dim: int) -> float:
+    """Time of a chunk of a sequence that is not cut, against that in scans: a sweep takes 0.91 at V = 128 and 0.87 at 64."""
+    return 0.91 if (kind, key_dim) == ("backward", 8) else 1.0

@@ -56,6 +56,7 @@ class Outputs(NamedTuple):
 class ForwardScan(Scan):
     backward = False
     consumer_warps = 8
+    before_barrier, before_threads = Barrier.STATE_FULL, 2 * WARPGROUP  # where tokens wait for the state before the chunk
 
     def outputs(self, tensors):
         return Outputs(tensors.dq, tensors.statistics)
@@ -93,7 +94,7 @@ class ForwardScan(Scan):
             values=Product(c.chunk, smem.do, smem.v),  # (2)
             rows=Product(16, b=smem.k, b_transposed=True),  # (3), (4)
             inter=Product(c.features, smem.do, smem.state, b_transposed=True),  # (5)
-            normaliser=NormaliserProducts(smem.q, smem.ones, smem.gram),  # (6)
+            normaliser=NormaliserProducts(smem.q, smem.ones, smem.gram, c.key_dim),  # (6)
             own=SwizzledTile(smem.q.iterator.toint(), c.chunk, c.padded_key_dim),
         )
 
@@ -124,7 +125,7 @@ class ForwardScan(Scan):
 
     def issue_inter(self, g, stage):
         """Issue (5), (6) and q . sum k, the products with the state before the chunk, once it is there."""
-        sync.wait(Barrier.STATE_FULL, g.group, 2 * WARPGROUP)
+        sync.wait(self.before_barrier, g.group, self.before_threads)
         y, z, dot = g.inter.accumulator(), g.normaliser.matrix.accumulator(), g.normaliser.dot.accumulator()
         warpgroup.fence()
         g.normaliser.issue_matrix(z, stage, g.group)
@@ -164,10 +165,10 @@ class ForwardScan(Scan):
                     sums[half, 2] = sums[half, 2] + value
 
     def own_sums(self, g, sums):
-        """den and nd of the chunk itself, complete in every lane of the quad: with A = u^2 + 1/2, den = sum u^2 + (i + 1) / 2
-        and nd = sum u^2 dov + sum dov / 2."""
-        den = [quad_sum(sums[half, 0]) + 0.5 * Float32(g.row + 8 * half + 1) for half in range(2)]
-        return den, [quad_sum(fma(sums[half, 2], 0.5, sums[half, 1])) for half in range(2)]
+        """This lane's part of den and nd of the chunk itself: with A = u^2 + 1/2, den = sum u^2 + (i + 1) / 2 and nd = sum
+        u^2 dov + sum dov / 2."""
+        den = [fma(Float32(g.row + 8 * half + 1), 0.125, sums[half, 0]) for half in range(2)]
+        return den, [fma(sums[half, 2], 0.5, sums[half, 1]) for half in range(2)]
 
     @cute.jit
     def centre(self, g, chunk, u, weighted, sums):
@@ -175,7 +176,7 @@ class ForwardScan(Scan):
         mean = cute.make_rmem_tensor(2, Float32)
         mean.fill(0.0)
         if chunk < CENTRED_CHUNKS:
-            den, nd = self.own_sums(g, sums)
+            den, nd = ([quad_sum(value) for value in part] for part in self.own_sums(g, sums))
             for half in cutlass.range_constexpr(2):
                 mean[half] = nd[half] * cute.arch.rcp_approx(den[half])
             for i in cutlass.range_constexpr(cute.size(u)):
@@ -194,6 +195,17 @@ class ForwardScan(Scan):
         return [self.finish_row(g, at, chunk, work, half, unpack(rows[half].words)) for half in range(2)]
 
     def finish_row(self, g, at, chunk, work, half, q):
+        """r, h and dq of row `half`, whose rotated entries are q."""
+        r, h, inter = self.statistics(g, at, chunk, work, half, q)
+        own_weight = fma(r, work.mean[half], h) * ROOT_TWO
+        dq = []
+        for j, behind in zip(own_columns(half, self.config.key_dim), inter, strict=True):
+            value = r * fma(work.x[j], ROOT_TWO, behind) + h * work.z[j] + own_weight * work.t[j]
+            dq.append(value * at.scale)
+        return r, h, dq
+
+    def statistics(self, g, at, chunk, work, half, q):
+        """r and h of row `half`, and adjoint(Y) of its own entries."""
         c, scale = self.config, at.scale
         own = own_entries(c.key_dim)
         grad = adjoint(work.y, half, q, g.quad_lane, g.lane, c.key_dim)
@@ -203,17 +215,10 @@ class ForwardScan(Scan):
         for i, e in enumerate(own):
             nd = fma(q[e] * scale, fma(grad[i], 0.5 * scale, linear[i]), nd)
             den = fma(q[e], work.z[columns[i]], den)
-        den = work.den[half] + quad_sum(den) * (0.5 * scale) + (Float32(chunk * c.chunk) + DENOMINATOR_EPSILON)
-        nd = work.nd[half] + quad_sum(nd)
+        den = quad_sum(fma(den, 0.5 * scale, work.den[half])) + (Float32(chunk * c.chunk) + DENOMINATOR_EPSILON)
+        nd = quad_sum(nd + work.nd[half])
         r = cute.arch.rcp_approx(den)
-        h = -nd * r * r
-        own_weight = fma(r, work.mean[half], h) * ROOT_TWO
-        dq = []
-        for i, j in enumerate(columns):
-            bracket = fma(work.x[j], ROOT_TWO, fma(grad[i], scale, linear[i]))
-            value = r * bracket + h * work.z[j] + own_weight * work.t[j]
-            dq.append(value * scale)
-        return r, h, dq
+        return r, -nd * r * r, [fma(x, scale, y) for x, y in zip(grad, linear, strict=True)]
 
     @cute.jit
     def write_rows(self, outputs, g, at, chunk, results):

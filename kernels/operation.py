@@ -14,6 +14,8 @@ from .output import OutputScan
 from .reverse_scan import ReverseScan
 from .scan import Problem
 from .segment_state import ForwardState, OutputState, ReverseState, StateSum
+from .sweep import Sweep
+from .sweep_state import SweepState
 
 PASSES = {
     "forward_scan": ForwardScan,
@@ -23,6 +25,8 @@ PASSES = {
     "reverse_state": ReverseState,
     "output_state": OutputState,
     "state_sum": StateSum,
+    "sweep_state": SweepState,
+    "sweep": Sweep,
 }
 
 
@@ -69,8 +73,8 @@ class Forward(Launch):
 
 
 class Backward(Launch):
-    """dq, dk (B, T, H, K) and dv (B, T, H, V) from q, k, v and do; r and h (B, H, T padded to chunks, 2), fp32, pass from the
-    forward scan to the reverse scan at the beginning of the scratch."""
+    """dq, dk (B, T, H, K) and dv (B, T, H, V) from q, k, v and do. In the scratch r and h (B, H, T padded to chunks, 2), fp32,
+    pass from the forward scan to the reverse scan, or states and normalisers from the first pass to the sweep."""
 
     @cute.jit
     def __call__(
@@ -94,11 +98,11 @@ class Backward(Launch):
         stream,
     ):
         cut = (ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
-        tensors = SimpleNamespace(q=q, k=k, v=v, do=do, dq=dq, dk=dk, dv=dv, statistics=row_statistics(scratch, q))
+        tensors = SimpleNamespace(q=q, k=k, v=v, do=do, dq=dq, dk=dk, dv=dv, statistics=statistics_in(scratch, q))
         self.run(tensors, scratch, scale, cut, stream)
 
 
-def row_statistics(scratch, q):
+def statistics_in(scratch, q):
     """The rows (r, h) of the tokens of q, fp32, at the beginning of the scratch."""
     batch, tokens, heads, _ = q.shape
     rows = Int64(cute.round_up(tokens, CHUNK))

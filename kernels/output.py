@@ -19,20 +19,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.math import fma
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
 from .blocks.normaliser import NormaliserProducts
-from .blocks.ptx import pack2, pick, stmatrix4, unpack, unpack2
+from .blocks.ptx import pack2, pick, unpack, unpack2
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import ScaledProducts, own_columns, own_entries, quad_sum
-from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, tma_store
+from .blocks.tiles import STORED, SwizzledTile, TmaTensor, smem_layout, store_warp_rows, store_words, tma_store
 from .forward_scan import DENOMINATOR_EPSILON
 from .scan import Scan
-
-STORED = (16, 64)  # rows and columns of one TMA store: a warp stores its own rows, and so needs no barrier
 
 
 class Outputs(NamedTuple):
@@ -152,28 +150,14 @@ class OutputScan(Scan):
                 outputs.r[at.batch, at.head, row] = r[half]
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        row = g.row - g.lane // 4 + g.lane % 16
-        for n in cutlass.range_constexpr(c.value_dim // 16):
-            stmatrix4(g.tile.chunk(row, 2 * (n % 4) + g.lane // 16, n // 4), *packed[4 * n : 4 * n + 4])
+        store_words(g.tile, g.row - g.lane // 4, g.lane, packed)
         sync.publish()
         cute.arch.sync_warp()
         self.store_rows(outputs, g, at, chunk)
 
-    @cute.jit
     def store_rows(self, outputs, g, at, chunk):
         """The warp's 16 rows of o by TMA, which drops those past T."""
-        c = self.config
         warp = cute.arch.make_warp_uniform(g.row // 16)
-        block = chunk * (c.chunk // 16) + warp
-        target = cute.local_tile(outputs.o.tensor[None, None, at.head, at.batch], STORED, (None, None))
-        source, target = cpasync.tma_partition(
-            outputs.o.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(cute.flat_divide(g.staged, STORED), 0, 2),
-            cute.group_modes(target, 0, 2),
-        )
-        if block * 16 < at.tokens:
-            for panel in cutlass.range_constexpr(c.value_dim // 64):
-                cute.copy(outputs.o.atom, source[None, warp, panel, g.group], target[None, block, panel])
-        cute.arch.cp_async_bulk_commit_group()
+        block = chunk * (self.config.chunk // 16) + warp
+        places = [(warp, panel, g.group) for panel in range(self.config.value_dim // 64)]
+        store_warp_rows(outputs.o, g.staged, places, block, block * 16 < at.tokens, at.head, at.batch)

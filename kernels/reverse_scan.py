@@ -25,7 +25,7 @@ from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
 from .blocks.normaliser import NormaliserProducts
-from .blocks.ptx import float_of, lds128, pack2, pick, stg32, stmatrix4, unpack
+from .blocks.ptx import float_of, lds128, pack2, pick, stg32, unpack
 from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import (
     ScaledProducts,
@@ -34,7 +34,15 @@ from .blocks.taylor import (
     own_columns,
     row_statistics,
 )
-from .blocks.tiles import SwizzledTile, TmaTensor, smem_layout, statistics_layout, tma_load_statistics, tma_store
+from .blocks.tiles import (
+    SwizzledTile,
+    TmaTensor,
+    smem_layout,
+    statistics_layout,
+    store_words,
+    tma_load_statistics,
+    tma_store,
+)
 from .scan import Scan
 from .schedule import HandsOn
 
@@ -49,6 +57,7 @@ class Outputs(NamedTuple):
 
 class ReverseScan(Scan):
     backward = True
+    loads_statistics = True
     consumer_warps = 9  # the storing warp too
 
     def outputs(self, tensors):
@@ -195,10 +204,7 @@ class ReverseScan(Scan):
         """dv as bf16 over the chunk's v tile, which (2) and (7) have read; a helper warp stores it."""
         c = self.config
         tile = g.v.at(stage * (2 * c.chunk * c.value_dim))
-        row = g.row - g.lane // 4 + g.lane % 16
-        for n in range(c.value_dim // 16):
-            address = tile.chunk(row, 2 * (n % 4) + g.lane // 16, n // 4)
-            stmatrix4(address, *packed[4 * n : 4 * n + 4])
+        store_words(tile, g.row - g.lane // 4, g.lane, packed)
         sync.publish()
         sync.arrive(Barrier.STAGED, g.group, WARPGROUP + WARP)
 

@@ -55,7 +55,7 @@ class Problem(NamedTuple):
     ctas, stride, chunks_per_cta, late_ctas, hands_on: as in schedule.Schedule.
     states: address of one slot a CTA, fp32; what is not handed on is there before the launch.
     flags: address of one word a CTA, zero before and after the launch, where states are handed on; where r and h are, of one
-    for each token warpgroup of a CTA.
+    for each token warpgroup of a CTA; in a sweep, of the normalisers before the chunks.
     """
 
     tokens: Int32
@@ -77,6 +77,8 @@ class Scan:
 
     inputs = ("q", "k", "v", "do")
     backward: bool  # chunks are taken from the last to the first
+    loads_statistics = False  # r and h, which another pass wrote
+    state_threads = 2 * WARPGROUP  # that hand over copies of the state: the state warpgroup and a token warpgroup
     consumer_warps: int  # warps that release a stage: state 4, one token warpgroup 4, helpers
 
     def __init__(self, config: ScanConfig):
@@ -86,9 +88,7 @@ class Scan:
 
     def start(self, tensors, problem, stream):
         """Launch the pass on its tensors, by name: all CTAs, ready to start while the kernel before them drains."""
-        loads = tuple(
-            tma_load(getattr(tensors, name), self.tiles()[name], self.tile_shape(name)) for name in self.inputs
-        )
+        loads = tuple(tma_load(getattr(tensors, name), self.tiles()[name], self.tile_shape(name)) for name in self.inputs)
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(loads, self.outputs(tensors), problem).launch(
             grid=[problem.ctas, 1, 1],
@@ -123,15 +123,30 @@ class Scan:
             for name, layout in self.tiles().items()
         }
         if self.backward:
-            fields["statistics"] = cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk * c.stages], 128]
-        fields["barriers"] = cute.struct.MemRange[Int64, 2 * c.stages]
+            fields["statistics"] = cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk * self.row_buffers], 128]
+        fields["barriers"] = cute.struct.MemRange[Int64, c.barriers]
         fields["range"] = cute.struct.MemRange[Int32, RANGE_WORDS]
-        if not c.publishes:
-            fields["stash"] = cute.struct.Align[cute.struct.MemRange[Int32, c.stash_bytes // 4], 128]
+        if self.stash_bytes:
+            fields["stash"] = cute.struct.Align[cute.struct.MemRange[Int32, self.stash_bytes // 4], 128]
         storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
         size = storage.size_in_bytes()
         assert size == c.shared_memory, f"{c.name}: storage takes {size} bytes, config says {c.shared_memory}"
         return storage
+
+    @property
+    def stash_bytes(self) -> int:
+        """Where warps leave normalisers."""
+        return 0
+
+    @property
+    def ring_bytes(self) -> int:
+        """What arrives on the full barrier of a stage."""
+        return self.config.tile_bytes
+
+    @property
+    def row_buffers(self) -> int:
+        """Chunks whose r and h stand in shared memory."""
+        return self.config.stages
 
     def tile_shape(self, name: str) -> tuple[int, int]:
         c = self.config
@@ -143,12 +158,11 @@ class Scan:
         """Shared memory as tensors by name, and the barriers."""
         c, storage = self.config, SmemAllocator().allocate(self.storage())
         smem = {
-            name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-            for name, layout in self.tiles().items()
+            name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in self.tiles().items()
         }
         if self.backward:
-            smem["statistics"] = storage.statistics.get_tensor(statistics_layout(c.chunk, c.stages))
-        smem["stash"] = None if c.publishes else storage.stash.data_ptr().toint()
+            smem["statistics"] = storage.statistics.get_tensor(statistics_layout(c.chunk, self.row_buffers))
+        smem["stash"] = storage.stash.data_ptr().toint() if self.stash_bytes else None
         return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr(), range=storage.range.data_ptr().toint())
 
     @cute.kernel
@@ -162,7 +176,8 @@ class Scan:
         smem = self.allocate()
         if warp == 0:
             self.write_range(problem, smem.range)
-        pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, c.tile_bytes)
+            self.set_up_barriers(smem)
+        pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, self.ring_bytes)
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:
@@ -184,6 +199,9 @@ class Scan:
         sizes = (problem.sequences, self.chunks(problem), problem.stride, problem.chunks_per_cta, problem.late_ctas)
         for i, word in enumerate(range_of(self.cta(problem), *sizes, select_, cutlass.min)):
             write_word(address + 4 * i, word)
+
+    def set_up_barriers(self, smem):
+        """Those beside the ring's, by warp 0."""
 
     def cta(self, problem):
         """The CTA's number. Those of a backward pass start from the last, whose sequence the forward scan has just left in
@@ -242,12 +260,16 @@ class Scan:
             for step in cutlass.range(p.count, unroll=1):
                 chunk = self.chunk_of(p, step)
                 pipe.producer_acquire(stage)
-                barrier = pipe.producer_get_barrier(stage)
+                barriers = self.full_barriers(smem, pipe, stage, len(sides))
                 policy = self.l2_policy(p, chunk)
-                for atom, shared, source in sides:
+                for (atom, shared, source), barrier in zip(sides, barriers, strict=True):
                     target = shared[None, stage.index]
                     cute.copy(atom, source[None, chunk], target, tma_bar_ptr=barrier, cache_policy=policy)
                 stage.advance()
+
+    def full_barriers(self, smem, pipe, stage, sides: int):
+        """The mbarrier on which each load of `stage` arrives."""
+        return [pipe.producer_get_barrier(stage)] * sides
 
     def l2_policy(self, p, chunk):
         """How long the inputs of a chunk stay in the L2."""
@@ -270,11 +292,9 @@ class Scan:
             (source.atom, *tma_partition(source, getattr(smem, name), self.tile_shape(name), p.head, p.batch))
             for source, name in zip(loads, self.inputs, strict=True)
         ]
-        if self.backward:
+        if self.loads_statistics:
             rows = outputs.statistics
-            sides.append(
-                (rows.atom, *tma_partition_statistics(rows, smem.statistics, self.config.chunk, p.head, p.batch))
-            )
+            sides.append((rows.atom, *tma_partition_statistics(rows, smem.statistics, self.config.chunk, p.head, p.batch)))
         return sides
 
     @cute.jit
@@ -397,8 +417,8 @@ class Scan:
         c, thread = self.config, recompute(g.thread)
         rows, statistics = self.chunk_rows(g, stage)
         target = g.phi_tile.at(tile * (2 * c.chunk * c.features))
-        products = self.state_products(at, statistics, thread % c.chunk)
-        write_features(rows, target, thread, c.key_dim, c.chunk, products)
+        row = thread % c.chunk
+        write_features(rows, target, row, thread // c.chunk, c.key_dim, self.state_products(at, statistics, row))
         sync.publish()
 
     def issue_update(self, g, stage, tile):
@@ -419,15 +439,19 @@ class Scan:
         """Copies of the state and the normaliser into buffer `buf`, once it is free: each block of 64
         rows as soon as its own product is done, while the next one's still runs."""
         c, thread = self.config, recompute(g.thread)
-        sync.wait(Barrier.STATE_FREE, buf, 2 * WARPGROUP)
+        sync.wait(Barrier.STATE_FREE, buf, self.state_threads)
         tile = g.state_tile.at(buf * (2 * c.value_dim * c.features))
         for number, block in enumerate(g.state):
             warpgroup.wait_group(len(g.state) - 1 - number)
             publish_state(block, tile, 64 * number, thread, c.features)
             if number == 0:
-                g.normaliser.publish(g.gram, at.scale, buf, thread)
+                self.publish_normaliser(g, at, buf, thread)
         sync.publish()
-        sync.arrive(Barrier.STATE_FULL, buf, 2 * WARPGROUP)
+        sync.arrive(Barrier.STATE_FULL, buf, self.state_threads)
+
+    def publish_normaliser(self, g, at, buf, thread):
+        """The normaliser beside the state."""
+        g.normaliser.publish(g.gram, at.scale, buf, thread)
 
     @cute.jit
     def take_chunks(self, outputs, smem, pipe, at):
@@ -453,21 +477,28 @@ class Scan:
         c = self.config
         mine = self.turns(p, parts.group)
         if mine > 0:
-            sync.arrive(Barrier.STATE_FREE, parts.group, 2 * WARPGROUP)
+            sync.arrive(Barrier.STATE_FREE, parts.group, self.state_threads)
         for turn in cutlass.range(mine, unroll=1):
             step = c.token_warpgroups * turn + parts.group
             chunk = self.chunk_of(p, step)
             stage = sync.consumer_state(c.stages, p.position + step)
             g = self.placed(parts, thread)
-            pipe.consumer_wait(stage)
+            self.await_chunk(g, pipe, stage)
             work = self.token_products(g, p, chunk, stage.index)
             if turn + 1 < mine:
-                sync.arrive(Barrier.STATE_FREE, parts.group, 2 * WARPGROUP)
+                sync.arrive(Barrier.STATE_FREE, parts.group, self.state_threads)
             g = self.placed(parts, thread)
-            rows = self.own_rows(g, stage.index)
+            rows = self.late_rows(g, stage.index, work)
             pipe.consumer_release(stage)
             results = self.token_adjoint(g, p, chunk, work, rows)
             self.write_rows(outputs, g, p, chunk, results)
+
+    def await_chunk(self, g, pipe, stage):
+        pipe.consumer_wait(stage)
+
+    def late_rows(self, g, stage, work):
+        """The rows that `token_adjoint` needs; the stage is released behind them."""
+        return self.own_rows(g, stage)
 
     def own_rows(self, g, stage):
         """The rotated rows (q, in the reverse scan k) of this thread's two tokens."""

@@ -56,26 +56,27 @@ class Schedule(NamedTuple):
         return {HandsOn.STATE: 1, HandsOn.ROWS: TOKEN_WARPGROUPS}.get(self.hands_on, 0) * self.ctas
 
 
-def schedule(sequences: int, chunks: int, processors: int, chained_work: float) -> Schedule:
+def schedule(sequences: int, chunks: int, processors: int, chained_work: float, whole_work: float = 1.0) -> Schedule:
     """The schedule of `sequences` sequences of `chunks` chunks on a card of `processors` SMs, one CTA each.
 
     chained_work: time of a chunk where CTAs take up sequences at different places, against that of one whose CTAs walk side
-    by side (config.py).
+    by side (config.py). whole_work: the same of a chunk of a sequence that is not cut, where another kernel takes those.
     """
     waves = -(-sequences // processors)
+    whole = whole_work * waves * chunks
     if waves > 1:
         per_cta = -(-sequences * chunks // processors)
-        if chained_work * per_cta < waves * chunks:
+        if chained_work * per_cta < whole:
             return Schedule(-(-sequences * chunks // per_cta), per_cta, chunks, HandsOn.STATE)
     elif 2 * sequences <= processors:
         per_cta = -(-chunks // (processors // sequences))
-        if (1 + SUMMED_WORK) * per_cta + SUMMED_START < chunks:
+        if (1 + SUMMED_WORK) * per_cta + SUMMED_START < whole:
             ranges = -(-chunks // per_cta)
             return Schedule(sequences * ranges, per_cta, ranges * per_cta, HandsOn.SUMS)
     elif sequences < processors:
         several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
         first = chunks // (several + 1)
-        if chunks - first + SUMMED_WORK * first + SUMMED_START < chunks:
+        if chunks - first + SUMMED_WORK * first + SUMMED_START < whole:
             return Schedule(sequences + -(-sequences // several), several * first, first, HandsOn.SUMS, sequences)
     return Schedule(sequences, chunks, chunks, HandsOn.ROWS if waves == 1 else HandsOn.NOTHING)
 
@@ -88,6 +89,19 @@ def range_of(cta, sequences, chunks, stride, chunks_per_cta, late_ctas, select=N
     first = select(late, cta * (chunks - stride), (cta - late_ctas) * chunks_per_cta)
     last = select(late, first + (chunks - stride), minimum(first + chunks_per_cta, sequences * stride))
     return first, last, select(late, chunks - stride, stride), select(late, stride, 0)
+
+
+def summed_ranges(ctas, stride, chunks_per_cta, late_ctas, select=None) -> tuple:
+    """(CTAs, chunks of a range) of the passes that sum states: the ranges or, where later parts of sequences are taken apart,
+    what comes before them."""
+    select = select or (lambda condition, a, b: a if condition else b)
+    late = late_ctas > 0
+    return select(late, late_ctas, ctas), select(late, stride, chunks_per_cta)
+
+
+def adds_up(stride, chunks_per_cta, late_ctas):
+    """Whether sums of states have to be added up along a sequence: not where each is cut once."""
+    return (late_ctas == 0) & (stride > 2 * chunks_per_cta)
 
 
 def piece(first, last, stride, offset, chunks, number, maximum=max, minimum=min) -> tuple:

@@ -33,7 +33,7 @@ from .forward_scan import ForwardScan
 from .output import OutputScan
 from .reverse_scan import ReverseScan
 from .scan import Scan
-from .schedule import HandsOn
+from .schedule import HandsOn, adds_up, summed_ranges
 
 AT_ONCE = 8  # slots that StateSum loads together: one after the other they take 0.6 us each
 
@@ -51,15 +51,16 @@ class SegmentState(Scan):
     consumer_warps = 8  # those of the state warpgroup, and of the one that builds the chunk's features
 
     def start(self, tensors, problem, stream):
-        """One range a CTA; where later parts of sequences are taken apart, only what comes before them."""
-        parted = problem.late_ctas > 0
-        problem = problem._replace(
-            ctas=Int32(select_(parted, problem.late_ctas, problem.ctas)),
-            chunks_per_cta=Int32(select_(parted, problem.stride, problem.chunks_per_cta)),
-            late_ctas=Int32(0),
-            hands_on=Int32(HandsOn.NOTHING),
-        )
+        """One range a CTA."""
+        cut = problem.ctas, problem.stride, problem.chunks_per_cta, problem.late_ctas
+        ctas, chunks_per_cta = summed_ranges(*cut, select_)
+        numbers = {"ctas": ctas, "chunks_per_cta": chunks_per_cta, "late_ctas": 0, "hands_on": HandsOn.NOTHING}
+        problem = problem._replace(**{name: Int32(number) for name, number in numbers.items()})
         super().start(tensors, problem, stream)
+
+    @property
+    def stash_bytes(self) -> int:
+        return self.config.stash_bytes
 
     def outputs(self, tensors):
         return Statistics(None)
@@ -173,6 +174,7 @@ class OutputState(SegmentState):
 class ReverseState(SegmentState):
     inputs = ("q", "do")
     backward = True
+    loads_statistics = True
     state_products = ReverseScan.state_products
     await_inputs = ReverseScan.await_inputs
 
@@ -190,8 +192,7 @@ class StateSum:
 
     @cute.jit
     def start(self, tensors, problem, stream):
-        """Nothing to add up where every sequence is cut once."""
-        if (problem.late_ctas == 0) & (problem.stride > 2 * problem.chunks_per_cta):
+        if adds_up(problem.stride, problem.chunks_per_cta, problem.late_ctas):
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(problem.states, problem.stride, problem.chunks_per_cta).launch(
                 grid=[cute.ceil_div(self.size, 4 * WARPGROUP), problem.sequences, 1],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from based_cute.kernels import config
-from based_cute.kernels.schedule import HandsOn, Schedule
+from based_cute.kernels.schedule import HandsOn, Schedule, adds_up, summed_ranges
 
 COMPILE = """
 import sys
@@ -29,11 +29,12 @@ GUARD = 1 << 10  # bytes around every tensor in the machine's global memory
 
 
 class Report(NamedTuple):
-    """What ptxas said of a row, and the PTX it said it of."""
+    """What ptxas said of a row, the PTX it said it of, and the machine code it made of it."""
 
     remarks: list[str]
     spilled: int
     ptx: str
+    cubin: bytes
 
 
 @cache
@@ -45,7 +46,7 @@ def compile_report(row: config.ScanConfig) -> Report:
             CUDA_VISIBLE_DEVICES="",
             CUTE_DSL_ARCH="sm_90a",
             CUTE_DSL_COMPILER_OPT="remarks{ptx}",
-            CUTE_DSL_KEEP="ptx",
+            CUTE_DSL_KEEP="ptx,cubin",
             CUTE_DSL_DUMP_DIR=directory,
         )
         run = subprocess.run(
@@ -54,9 +55,10 @@ def compile_report(row: config.ScanConfig) -> Report:
         output = run.stdout + run.stderr
         assert run.returncode == 0, output[-3000:]
         (ptx,) = (path.read_text() for path in Path(directory).glob("*.ptx"))
+        (cubin,) = (path.read_bytes() for path in Path(directory).glob("*.cubin"))
     spills = [int(n) for n in re.findall(r"(\d+)\s+bytes\s+spill\s+(?:stores|loads)", output)]
     assert spills, f"ptxas reported no resources:\n{output[-3000:]}"
-    return Report(sorted(set(re.findall(r"C75\d\d", output))), max(spills), ptx)
+    return Report(sorted(set(re.findall(r"C75\d\d", output))), max(spills), ptx, cubin)
 
 
 @cache
@@ -85,6 +87,8 @@ DESCRIPTORS = {
     "forward_state": ("k", "v"),
     "reverse_state": ("q", "do", "rh"),
     "output_state": ("k", "v"),
+    "sweep_state": ("k", "v"),
+    "sweep": ("k", "v", "q", "do", "dv"),
 }
 
 
@@ -116,7 +120,7 @@ def launch_parameters(
 # An operation as a function: what build.load(operation) returns, for CPU tensors
 
 # The other tensors that a pass's code reads or writes, in order, and all tensors of an operation.
-STRUCTS = {"forward_scan": ("dq", "rh"), "reverse_scan": ("dk",), "output": ("r",)}
+STRUCTS = {"sweep": ("dq", "dk"), "forward_scan": ("dq", "rh"), "reverse_scan": ("dk",), "output": ("r",)}
 ARGUMENTS = {"forward": ("q", "k", "v", "o", "r"), "backward": ("q", "k", "v", "do", "dq", "dk", "dv")}
 
 
@@ -128,26 +132,23 @@ def emulated(operation: config.Operation, *, late: bool = False):
         scratch = scratch.view(torch.float32)
         named = dict(zip(ARGUMENTS[operation.kind], tensors, strict=True))
         batch, _, heads, _ = named["q"].shape
-        named["rh"] = scratch[:states_at].view(batch, heads, -1, 2)
+        named["rh"] = scratch[:states_at].view(batch, heads, -1, 2) if states_at else None
         states = scratch[states_at:flags_at]
         plan = Schedule(ctas, chunks_per_cta, stride, HandsOn(hands_on), late_ctas)
         flags = scratch[flags_at : flags_at + plan.flags].view(torch.int32)
         for row in operation.rows:
-            if row.scan in config.SCANS:
+            if row.scan in config.SWEEP:
+                run_pass(row, named, scale, plan, states, scratch[flags_at:], late=late)
+            elif row.scan in config.SCANS:
                 run_pass(row, named, scale, plan, states, flags, late=late)
             elif row.scan in config.STATES:
-                run_pass(row, named, scale, ranges_summed(plan), states, None, late=late)
-            elif not late_ctas and stride > 2 * chunks_per_cta:
+                ctas, per_cta = summed_ranges(plan.ctas, stride, chunks_per_cta, late_ctas)
+                ranges = Schedule(ctas, per_cta, stride, HandsOn.NOTHING)
+                run_pass(row, named, scale, ranges, states, None, late=late)
+            elif adds_up(stride, chunks_per_cta, late_ctas):
                 run_sum(row, states, batch * heads, stride, chunks_per_cta)
 
     return function
-
-
-def ranges_summed(plan: Schedule) -> Schedule:
-    """What a pass that sums states is launched with: the plan's ranges or, where later parts of sequences are taken apart, what
-    comes before them."""
-    ranges = (plan.late_ctas, plan.stride) if plan.late_ctas else (plan.ctas, plan.chunks_per_cta)
-    return Schedule(*ranges, plan.stride, HandsOn.NOTHING)
 
 
 class Heap:
@@ -181,12 +182,12 @@ class Heap:
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def tensor_map(name: str, tensor: Tensor) -> ptx_machine.TensorMap:
+def tensor_map(row: config.ScanConfig, name: str, tensor: Tensor) -> ptx_machine.TensorMap:
     """The box that a pass copies of a tensor: (B, T, H, D) bf16 by 64 tokens, or (B, H, T, 2) fp32 by 64 pairs."""
     if name == "rh":
         return ptx_machine.TensorMap(tensor.flatten(2).numpy(), 1, 2 * config.CHUNK)
     array = tensor.view(torch.int16).numpy().view(np.uint16).transpose(0, 2, 1, 3)
-    rows = 16 if name == "o" else config.CHUNK
+    rows = 16 if name == "o" or (row.scan, name) == ("sweep", "dv") else config.CHUNK
     return ptx_machine.TensorMap(array, rows, 16 if name in ("q", "k") else 64)
 
 
@@ -198,11 +199,13 @@ def run_pass(
     factor = int(np.float32(scale).view(np.uint32))
     parameters, states_at = launch_parameters(row, tensors["q"].shape[:3], factor, plan)
     parameters[states_at] = heap.add(states)
+    if row.scan in config.SWEEP:
+        parameters[states_at + 1] = heap.add(flags)
     structs = [i for i, size in enumerate(program.sizes) if size in (40, 48)]
     for position, name in zip(structs, STRUCTS.get(row.scan, ()), strict=True):
         strides = tensors[name].stride()
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
-    maps = {position: tensor_map(name, tensors[name]) for name, position in descriptors_of(row).items()}
+    maps = {position: tensor_map(row, name, tensors[name]) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
     handed_on = plan.hands_on in (HandsOn.STATE, HandsOn.ROWS)
     if late and not (row.scan == "reverse_scan" and plan.hands_on == HandsOn.ROWS):

@@ -3,13 +3,15 @@
 It executes integer, fp32 and packed bf16 arithmetic, shared and global memory, WGMMA with its shared-memory descriptors,
 bulk tensor copies with their swizzles, mbarriers with their byte counts, named barriers and flags in global memory. A hang, a
 copy of the wrong chunk, registers that are not there, a barrier with the wrong count, a wrong layout or a wrong number all show
-on a CPU. Loads are done at once. Products and bulk stores are done at once too, or, with `late`, only when somebody waits for
-them, the last warps go first, and the kernel before ends only when nothing else can go on: whatever is read too early or
-overwritten too soon, and whoever is taken to be slower, then shows in one of the two runs.
+on a CPU. Products and bulk copies are done at once. Or, with `late`, products and stores only when somebody waits for them,
+bulk loads when nothing else can go on, the last one first, the last warps go first, and the kernel before ends only when
+nothing else can go on: whatever is read too early or overwritten too soon, and whoever is taken to be slower, then shows in
+one of the two runs.
 
 A run that only asks who waits for whom first drops the arithmetic (`slice_control`) and is three times as fast.
 """
 
+import functools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -211,6 +213,7 @@ class Machine:
         self.memory = np.full(global_bytes // 4 + 1, 0x7FC07FC0, np.uint32)
         self.flags: dict[int, int] = {}
         self.kernel_before: Callable | None = None  # what it still does, once nothing else can go on
+        self.arriving: list[Callable] = []  # bulk loads that have been issued, with `late`
         self.launch_registers = 65536 // threads // 8 * 8
         self.code = [compile_instruction(self, instruction) for instruction in program.instructions]
 
@@ -229,7 +232,10 @@ class Machine:
                 waiting[unit.cta.index, unit.first_warp] = reason
             if reason != "done":
                 units.append((unit, steps))
-                if len(waiting) == len(units) and self.kernel_before:
+                if len(waiting) == len(units) and self.arriving:
+                    self.arriving.pop()()
+                    waiting.clear()
+                elif len(waiting) == len(units) and self.kernel_before:
                     self.kernel_before()
                     self.kernel_before = None
                     waiting.clear()
@@ -334,7 +340,7 @@ def compile_instruction(machine: Machine, instruction: Instruction) -> tuple:
     return guard, negated, None, False, handler(machine, name, operands)
 
 
-NOTHING = ("nop", "fence", "griddepcontrol.launch_dependents", "prefetch", "bar.warp", "wgmma.fence")
+NOTHING = ("nop", "fence", "griddepcontrol.launch_dependents", "prefetch", "cp.async.bulk.prefetch", "bar.warp", "wgmma.fence")
 
 
 def find(table: dict[str, Callable], name: str) -> Callable | None:
@@ -639,6 +645,28 @@ def load_matrices_transposed(machine, name, operands):
     return execute
 
 
+def multiply_warps(machine, name, operands):
+    """mma.sync of 16 x 8 x 16, a product for every warp."""
+    targets = re.findall(r"%\w+", operands[0])
+    a, b, c = ([reader(machine, x) for x in re.findall(r"%\w+|0f\w+", operand)] for operand in operands[1:4])
+    register, lane = np.arange(4)[:, None], np.arange(WARP)
+    row, column = lane // 4 + 8 * (register // 2), 2 * (lane % 4) + register % 2
+
+    def entries(unit, registers):
+        """(warp, 8 (registers / 2), 16): word i is row i % 2 of the eights and column i // 2, for a; for b all are columns."""
+        return [np.stack(bf16_pair(full(unit, r(unit)).reshape(unit.warps, 8, 4)), -1).reshape(-1, 8, 8) for r in registers]
+
+    def execute(unit, active):
+        a0, a1, a2, a3 = entries(unit, a)
+        left = np.concatenate((np.concatenate((a0, a2), 2), np.concatenate((a1, a3), 2)), 1)
+        product = left @ np.concatenate(entries(unit, b), 2).transpose(0, 2, 1)
+        for i, (target, added) in enumerate(zip(targets, c, strict=True)):
+            values = product[:, row[i], column[i]].reshape(unit.lanes) + floats(full(unit, added(unit)))
+            unit.write(target, words(values), active)
+
+    return execute
+
+
 # ---- groups of asynchronous work ----
 
 
@@ -739,6 +767,7 @@ HANDLERS: dict[str, Callable] = {
     "st.": store,
     "stmatrix": store_matrices,
     "ldmatrix": load_matrices_transposed,
+    "mma.sync": multiply_warps,
     "wgmma.mma_async": multiply,
     "wgmma.commit_group": commit_group,
     "wgmma.wait_group": wait_group,
@@ -837,8 +866,7 @@ def mbarrier(machine, name, operands):
 
 
 def bulk_copy(machine, name, operands):
-    """Done at once, and once for a warp. A load names its parameter and coordinates in the second operand, a store in the
-    first."""
+    """Once for a warp. A load names its parameter and coordinates in the second operand, a store in the first."""
     is_load = "mbarrier" in name
     tensor_side, shared_side = (operands[1], operands[0]) if is_load else (operands[0], operands[1])
     parts = [reader(machine, x, "b64" if x.startswith("%rd") else "b32") for x in re.findall(r"%\w+|\d+", tensor_side)]
@@ -851,19 +879,25 @@ def bulk_copy(machine, name, operands):
             parameter, *coordinates = (int(signed(full(unit, part(unit))[lane], "s")) for part in parts)
             unit.cta.copies.append(("load" if is_load else "store", parameter, tuple(coordinates)))
             source = machine.maps.get(parameter)
-            if isinstance(source, TensorMap):
-                box = unit.cta, source, tuple(coordinates), lane_value(unit, shared, lane), is_load
-                if is_load:
-                    copy_box(*box)
-                else:
-                    unit.later("cp", lambda box=box: copy_box(*box))
+            box = unit.cta, source, tuple(coordinates), lane_value(unit, shared, lane), is_load
             if is_load:
                 barrier = unit.cta.mbarriers[lane_value(unit, barrier_address, lane)]
-                barrier.bytes -= source.bytes if isinstance(source, TensorMap) else source
-                barrier.settle()
+                work = functools.partial(arrive, box, barrier)
+                machine.arriving.append(work) if machine.late else work()
+            elif isinstance(source, TensorMap):
+                unit.later("cp", functools.partial(copy_box, *box))
         yield "moved"
 
     return execute
+
+
+def arrive(box: tuple, barrier: Mbarrier) -> None:
+    """A load is done."""
+    source = box[1]
+    if isinstance(source, TensorMap):
+        copy_box(*box)
+    barrier.bytes -= source.bytes if isinstance(source, TensorMap) else source
+    barrier.settle()
 
 
 def copy_box(cta: Cta, source: TensorMap, coordinates: tuple[int, ...], base: int, is_load: bool) -> None:

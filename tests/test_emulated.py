@@ -67,10 +67,18 @@ def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
 @pytest.mark.parametrize("share", [1.3, 2.5, 9.0])
 def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_dim, share):
     inputs = accuracy.make_inputs((2, 200, 2, key_dim, value_dim), "cpu")
-    cut_by(monkeypatch, uncut)
+    cut_by(monkeypatch, chained(1.0))
     expected = results(inputs)
     cut_by(monkeypatch, chained(share))
     assert equal(results(inputs), expected)
+
+
+def test_sweep_over_checkpoints(machine, monkeypatch):
+    """One state in the middle of the sequence, one at its end."""
+    cut_by(monkeypatch, uncut)
+    inputs = accuracy.make_inputs((1, 64 * config.CHECKPOINT + 100, 1, 8, 64), "cpu")
+    gradients = launcher._run_kernels(*inputs, None)
+    assert max(accuracy.measure_errors(gradients, accuracy.gold_gradients(*inputs))) <= accuracy.NORMAL_INPUT_LIMIT
 
 
 @every_row
@@ -106,9 +114,8 @@ def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
 
 @every_row
 def test_what_is_no_number_reaches_nothing_in_the_chunks_before_it(machine, monkeypatch, key_dim, value_dim):
-    """o and dq of a chunk come from the chunks up to it, to the bit: a backward that went back from the end of the sequence to
-    the states before (docs/performance.md) would lose that."""
-    cut_by(monkeypatch, uncut)
+    """o and, of the scans, dq of a chunk come from the chunks up to it, to the bit."""
+    cut_by(monkeypatch, chained(1.0))
     inputs = accuracy.make_inputs((1, 200, 1, key_dim, value_dim), "cpu")
     expected = results(inputs)
     for x in inputs:
@@ -116,6 +123,20 @@ def test_what_is_no_number_reaches_nothing_in_the_chunks_before_it(machine, monk
     found = results(inputs)
     assert equal((found[0][:, :128], found[2][:, :128]), (expected[0][:, :128], expected[2][:, :128]))
     assert found[0][:, 128:].isnan().all() and found[2][:, 128:].isnan().all()
+
+
+@pytest.mark.parametrize("value_dim", [64, 128])
+def test_later_tokens_reach_dq_of_a_sweep_in_its_last_bits_only(machine, monkeypatch, value_dim):
+    """Their part of the state is subtracted again, in fp32; in the first chunk, before which nothing stands, not even that."""
+    cut_by(monkeypatch, uncut)
+    inputs = accuracy.make_inputs((1, 300, 1, 8, value_dim), "cpu")
+    expected = results(inputs)[2]
+    for x in inputs:
+        x[:, 128:] += 1
+    found = results(inputs)[2]
+    assert equal(found[:, :64], expected[:, :64])
+    assert accuracy.relative_error(found[:, 64:128], expected[:, 64:128].double()) <= 1e-3
+    assert not equal(found[:, 128:], expected[:, 128:])
 
 
 @every_row

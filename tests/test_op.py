@@ -330,19 +330,26 @@ def test_cpu_tensors_give_no_warning(inputs):
 
 def check_call(operation, tensors, scratch, ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at):
     """What every operation asks of its arguments: packed aligned tensors, ranges that cover the tape, and a scratch with room
-    for (r, h) of every token of every chunk, a state of every CTA that leaves one, and the flags, lowered."""
+    for (r, h) of every token of every chunk, a state of every CTA that leaves one, and the flags, lowered; or for a sweep its
+    checkpoints and normalisers."""
     for x in (*tensors, scratch):
         assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
     batch, length, heads, _ = tensors[0].shape
     chunks = math.ceil(length / config.CHUNK)
     scratch = scratch.view(torch.float32)
+    if operation.way == "swept":
+        assert (ctas, chunks_per_cta, stride, late_ctas, hands_on) == (batch * heads, chunks, chunks, 0, HandsOn.NOTHING)
+        checkpoints = math.ceil(chunks / config.CHECKPOINT) * operation.value_dim * 48
+        assert (states_at, flags_at) == (0, batch * heads * checkpoints)
+        assert scratch.numel() == flags_at + batch * heads * chunks * config.NORMALISER_WORDS
+        return
     assert states_at == (2 * config.CHUNK * chunks * batch * heads if operation.kind == "backward" else 0)
     assert ctas - late_ctas == math.ceil(batch * heads * stride / chunks_per_cta)
     assert late_ctas in (0, batch * heads) and (chunks > stride if late_ctas else chunks <= stride)
     slots, flags = flags_at - states_at, scratch.numel() - flags_at
     if chunks_per_cta % stride or late_ctas:
         assert slots >= (late_ctas or ctas) * config.state_size(operation.key_dim, operation.value_dim)
-    assert operation.summed == (hands_on == HandsOn.SUMS) == bool(stride % chunks_per_cta == 0 < slots or late_ctas)
+    assert (operation.way == "summed") == (hands_on == HandsOn.SUMS) == bool(stride % chunks_per_cta == 0 < slots or late_ctas)
     if hands_on == HandsOn.STATE:
         assert stride == chunks <= chunks_per_cta and flags == ctas and not scratch[flags_at:].any()
     if hands_on == HandsOn.ROWS:

@@ -94,6 +94,13 @@ def test_no_key_dim_of_8_is_chained_for_a_few_percent():
     assert schedule(144, 128, 132, config.chained_work(8)).hands_on == HandsOn.STATE
 
 
+def test_fewer_sequences_are_cut_where_a_sweep_takes_whole_ones():
+    for sequences, scans, beside_a_sweep in ((176, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.ROWS)):
+        for kind, expected in (("forward", scans), ("backward", beside_a_sweep)):
+            work = config.chained_work(8), config.whole_work(kind, 8)
+            assert schedule(sequences, 128, 132, *work).hands_on == expected
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On a GPU
 
@@ -116,10 +123,10 @@ def errors(found, inputs):
 @pytest.mark.gpu
 @every_row
 @pytest.mark.parametrize("length", [65, 1000])
-@pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 3.4, 9.0])
+@pytest.mark.parametrize("share", [1.3, 2.0, 3.4, 9.0])
 def test_chained_is_bitwise_equal(monkeypatch, key_dim, value_dim, length, share):
     inputs = accuracy.make_inputs((3, length, 3, key_dim, value_dim), "cuda")
-    expected = results(monkeypatch, uncut, inputs)
+    expected = results(monkeypatch, chained(1.0), inputs)
     found = results(monkeypatch, chained(share), inputs)
     assert equal(found, expected)
 
@@ -151,9 +158,26 @@ def test_two_parts_are_accurate(monkeypatch, key_dim, value_dim, length, share):
 def test_segments_hold_where_key_sizes_change(monkeypatch, key_dim, value_dim, early):
     """The first half's keys 1000 times smaller, or larger, than the second's: cutting the scan adds no error."""
     inputs = with_two_key_sizes(accuracy.make_inputs((1, 2000, 2, key_dim, value_dim), "cuda"), early)
-    expected = errors(results(monkeypatch, uncut, inputs), inputs)
+    expected = errors(results(monkeypatch, chained(1.0), inputs), inputs)
     found = errors(results(monkeypatch, summed(4), inputs), inputs)
     assert all(x <= 1.05 * y + 5e-5 for x, y in zip(found, expected, strict=True)), (found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value_dim", [64, 128])
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 4000, 8192, 8193, 20_000])
+def test_sweep_is_accurate_also_at_its_beginning(monkeypatch, value_dim, factor, length):
+    """At every kind of length and number of checkpoints, behind keys 1000 times smaller or larger in the second half."""
+    inputs = with_two_key_sizes(accuracy.make_inputs((2, length, 32 if length == 1 else 4, 8, value_dim), "cuda"), factor)
+    cut_by(monkeypatch, uncut)
+    found = based_backward(*inputs, backend="cute")
+    assert equal(based_backward(*inputs, backend="cute"), found)
+    gold, floors = accuracy.gold_gradients(*inputs), accuracy.cancellation_floors(*inputs)
+    assert max(accuracy.measure_errors(found, gold, floors)) <= accuracy.NORMAL_INPUT_LIMIT
+    if length > 128:
+        first = [tuple(x[:, :64] for x in tensors) for tensors in (found, gold)]
+        assert max(accuracy.measure_errors(*first)) <= accuracy.NORMAL_INPUT_LIMIT
 
 
 @pytest.mark.gpu
@@ -197,7 +221,8 @@ def test_calls_in_a_queue_do_not_see_each_other(monkeypatch, rule, length):
 def test_real_card_cuts_these(shape):
     batch, length, heads, key_dim, _ = shape
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    plan = schedule(batch * heads, math.ceil(length / 64), processors, config.chained_work(key_dim))
+    work = config.chained_work(key_dim), config.whole_work("backward", key_dim)
+    plan = schedule(batch * heads, math.ceil(length / 64), processors, *work)
     if plan.hands_on in UNCUT:
         pytest.skip(f"not on {processors} SMs")
     result = accuracy.check_shape(shape, "cute", "cuda")

@@ -20,6 +20,7 @@ from .ptx import (
     ldmatrix4_transposed,
     lds32,
     lds128,
+    mma_16x8x16,
     mul2,
     pack2,
     pick_word,
@@ -56,6 +57,17 @@ def gram_step(tile: SwizzledTile, step, lane, statistics=None):
         _, h0, _, h1 = lds128(statistics + (16 * step + 8 * eight + 2 * (lane % 4)) * 8)
         weights += [pack2(float_of(h0), float_of(h1))] * 2
     return entries, [mul2(x, weight) for x, weight in zip(entries, weights, strict=True)], weights
+
+
+def gram_of_eight(tile: SwizzledTile, statistics, lane, tokens: int) -> list:
+    """The normaliser of a chunk's rows for K = 8, by one warp without WGMMA: two values of G a lane, in the order of an
+    accumulator, then two of the sums. Columns 0 to 7 of the transposed rows are the entries; the weights stand where 8 to 15
+    would be."""
+    total = [Float32(0.0)] * 4
+    for step in range(tokens // 16):
+        entries, weighted, weights = gram_step(tile, step, lane, statistics)
+        total = mma_16x8x16((weighted[0], weights[1], weighted[2], weights[3]), (entries[0], entries[2]), total)
+    return total
 
 
 class SumOfGrams:
@@ -148,10 +160,10 @@ class Normaliser:
         """gram: (16, 16, TILES * buffers) shared tiles."""
         self.base, self.buffers = gram.iterator.toint(), cute.size(gram.shape[2]) // self.TILES
 
-    def clear(self, thread):
-        """Zeros everywhere, by 128 threads; a barrier among them must follow."""
-        for i in range(self.buffers * self.TILES * self.TILE // (16 * 128)):
-            sts128(self.base + (thread + 128 * i) * 16, 0, 0, 0, 0)
+    def clear(self, thread, threads=128):
+        """Zeros everywhere, by that many threads; a barrier among them must follow."""
+        for i in range(self.buffers * self.TILES * self.TILE // (16 * threads)):
+            sts128(self.base + (thread + threads * i) * 16, 0, 0, 0, 0)
 
     @cute.jit
     def publish(self, acc, factor, buf, thread):
@@ -160,6 +172,15 @@ class Normaliser:
             self.write_matrix(acc, factor, buf, thread)
         if (thread >= 32) & (thread < 36):
             self.write_sums(acc, buf, thread % 32)
+
+    @cute.jit
+    def publish_small(self, matrix, sums, factor, buf, lane):
+        """K = 8, by one warp: factor * G from two values a lane, in the order of an accumulator; the sums from four lanes."""
+        words = terms(matrix[0] * factor, matrix[1] * factor, 2)
+        for kind, word in zip((self.HIGH, self.LOW), words, strict=True):
+            sts32(self.tile(kind, buf).chunk(lane // 4, 0) + 4 * (lane % 4), word)
+        if lane < 4:
+            self.write_eight(sums, 0, buf, lane)
 
     def tile(self, kind, buf):
         return SwizzledTile(self.base + (kind + self.TILES * buf) * self.TILE, 16, 16)
@@ -171,14 +192,18 @@ class Normaliser:
 
     def write_sums(self, acc, buf, lane):
         """Lane l of the quad holds sums 2l, 2l + 1 and the same of the second eight."""
-        columns, rows = self.tile(self.COLUMNS, buf), self.tile(self.ROWS, buf)
         for eight in range(2):
-            words = terms(acc[4 * eight], acc[4 * eight + 1], 3)
-            for term, word in enumerate(words):
-                sts32(rows.chunk(term, eight) + 4 * lane, word)
-            for values, n in zip(zip(*(unpack2(word) for word in words), strict=True), (0, 1), strict=True):
-                row = 8 * eight + 2 * lane + n
-                sts128(columns.chunk(row, 0), pack2(values[0], values[1]), pack2(values[2], 0.0), 0, 0)
+            self.write_eight((acc[4 * eight], acc[4 * eight + 1]), eight, buf, lane)
+
+    def write_eight(self, pair, eight: int, buf, lane):
+        """Sums 2 lane, 2 lane + 1 of one eight."""
+        columns, rows = self.tile(self.COLUMNS, buf), self.tile(self.ROWS, buf)
+        words = terms(*pair, 3)
+        for term, word in enumerate(words):
+            sts32(rows.chunk(term, eight) + 4 * lane, word)
+        for values, n in zip(zip(*(unpack2(word) for word in words), strict=True), (0, 1), strict=True):
+            row = 8 * eight + 2 * lane + n
+            sts128(columns.chunk(row, 0), pack2(values[0], values[1]), pack2(values[2], 0.0), 0, 0)
 
 
 def terms(a, b, count: int) -> list:
@@ -201,9 +226,12 @@ def write_ones(tile: SwizzledTile, thread, rows: int):
 class NormaliserProducts:
     """What a token warpgroup takes from the normaliser, as products that leave their group open for more."""
 
-    def __init__(self, rows, ones, gram):
-        self.matrix, self.ones = Product(16, rows, gram), Product(16, ones, gram)
-        self.dot = Product(8, rows, cute.local_tile(gram, (8, 16), (0, 0, None)))
+    def __init__(self, rows, ones, gram, columns: int = 16):
+        """columns: of the results, 8 or 16."""
+        eight = cute.local_tile(gram, (8, 16), (0, 0, None))
+        wanted = gram if columns == 16 else eight
+        self.matrix, self.ones = Product(columns, rows, wanted), Product(columns, ones, wanted)
+        self.dot = Product(8, rows, eight)
 
     def issue_matrix(self, acc, stage, buf, *, accumulate: bool = False):
         """acc (64 x 16) (+)= x G."""

@@ -5,6 +5,8 @@ whose position is the whole point, so the few instructions that decide it are na
 marked as having side effects, which keeps them on their side of a barrier; arithmetic is left free to move.
 """
 
+import struct
+
 from cutlass import Float32, Int32, Int64, select_
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -81,7 +83,9 @@ def bits_of(value, *, loc=None, ip=None):
 
 
 def unpack2(word):
-    """[low, high] of a packed bf16 pair as fp32, exactly."""
+    """[low, high] of a packed bf16 pair as fp32, exactly; of a constant as Python numbers."""
+    if isinstance(word, int):
+        return [struct.unpack("<f", struct.pack("<I", half << 16))[0] for half in (word & 0xFFFF, word >> 16)]
     return [_bits_to_float(Int32(word) << 16), _bits_to_float(Int32(word) & Int32(-65536))]
 
 
@@ -96,7 +100,9 @@ def pick(condition, a, b):
 
 
 def pick_word(condition, a, b):
-    """The same for 32-bit words."""
+    """The same for 32-bit words; a condition known at compile time needs no instruction."""
+    if isinstance(condition, bool):
+        return Int32(a if condition else b)
     return Int32(select_(condition, Int32(a), Int32(b)))
 
 
@@ -105,6 +111,16 @@ def recompute(word, *, loc=None, ip=None):
     """The same word, hidden from loop-invariant code motion: what is derived from it is computed where it is used, instead
     of waiting in a register for the whole loop (a dozen addresses of a thread are 100 to 200 bytes of spills)."""
     return Int32(_asm(T.i32(), _words((word,), loc, ip), "mov.b32 $0, $1;", "=r,r", loc, ip, memory=True))
+
+
+@dsl_user_op
+def mma_16x8x16(a, b, c, *, loc=None, ip=None):
+    """a (16 x 16) b (16 x 8) + c (16 x 8) by one warp: four words, two words and four fp32 values a lane."""
+    result = llvm.StructType.get_literal([T.f32()] * 4)
+    text = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    operands = [*_words((*a, *b), loc, ip), *_floats(c, loc, ip)]
+    out = _asm(result, operands, text, ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4), loc, ip)
+    return [Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
 # ---- shared memory, by 32-bit shared address ----
@@ -124,6 +140,14 @@ def _load_words(count, address, loc, ip):
 def lds32(address, *, loc=None, ip=None):
     """One word."""
     return _load_words(1, address, loc, ip)[0]
+
+
+@dsl_user_op
+def lds64(address, *, loc=None, ip=None):
+    """Two fp32 values, 8-byte aligned."""
+    result = llvm.StructType.get_literal([T.f32()] * 2)
+    out = _asm(result, _words((address,), loc, ip), "ld.shared.v2.f32 {$0,$1}, [$2];", "=f,=f,r", loc, ip, memory=True)
+    return [Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(2)]
 
 
 @dsl_user_op
@@ -213,6 +237,29 @@ def ldg128_or_zeros(address, wanted, *, loc=None, ip=None):
     result = llvm.StructType.get_literal([T.i32()] * 4)
     out = _asm(result, operands, text, "=&r,=&r,=&r,=&r,l,r", loc, ip, memory=True)
     return [Int32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def prefetch_l2(address, size: int, *, loc=None, ip=None):
+    """Bytes of global memory to the L2, 16-byte aligned, `size` a multiple of 16."""
+    text = f"cp.async.bulk.prefetch.L2.global [$0], {size};"
+    _asm(None, [Int64(address).ir_value(loc=loc, ip=ip)], text, "l", loc, ip, memory=True)
+
+
+@dsl_user_op
+def ldg64(address, *, loc=None, ip=None):
+    """Two fp32 values, 8-byte aligned, from the L2."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip)]
+    result = llvm.StructType.get_literal([T.f32()] * 2)
+    out = _asm(result, operands, "ld.global.cg.v2.f32 {$0,$1}, [$2];", "=f,=f,l", loc, ip, memory=True)
+    return [Float32(llvm.extractvalue(T.f32(), out, [i], loc=loc, ip=ip)) for i in range(2)]
+
+
+@dsl_user_op
+def sts64(address, a, b, *, loc=None, ip=None):
+    """Two fp32 values, 8-byte aligned, to shared memory."""
+    operands = [*_words((address,), loc, ip), *_floats((a, b), loc, ip)]
+    _asm(None, operands, "st.shared.v2.f32 [$0], {$1,$2};", "r,f,f", loc, ip, memory=True)
 
 
 @dsl_user_op

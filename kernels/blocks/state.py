@@ -4,8 +4,8 @@ of it in global memory."""
 import cutlass.cute as cute
 from cutlass import Int64
 
-from .ptx import float_of, ldg128_or_zeros, pack2, stg128, stmatrix4
-from .tiles import SwizzledTile
+from .ptx import float_of, ldg128_or_zeros, pack2, stg128
+from .tiles import SwizzledTile, store_words
 
 
 def publish_state(acc, tile: SwizzledTile, first: int, thread, features: int):
@@ -13,13 +13,8 @@ def publish_state(acc, tile: SwizzledTile, first: int, thread, features: int):
 
     torch: tile[first:first + 64].copy_(S.T[first:first + 64].to(torch.bfloat16)).
     """
-    lane = thread % 32
-    row, right = (thread // 32) * 16 + lane % 16, lane // 16
-    per_panel = tile.chunks // 2
-    for n in range(features // 16):
-        words = [pack2(acc[8 * n + 2 * i], acc[8 * n + 2 * i + 1]) for i in range(4)]
-        address = tile.chunk(row, 2 * (n % per_panel) + right, n // per_panel)
-        stmatrix4(address + first * tile.width, *words)
+    words = [pack2(acc[2 * i], acc[2 * i + 1]) for i in range(features // 4)]
+    store_words(tile.at(first * tile.width), 16 * (thread // 32), thread % 32, words)
 
 
 def place_of(number: int, address, thread):

@@ -13,8 +13,8 @@ WARPGROUP = 128
 
 
 class Barrier(enum.IntEnum):
-    """Named barriers; 0 belongs to __syncthreads. Each but STATE stands for several, one for each token warpgroup or feature
-    tile: a token warpgroup's number is also that of the buffer its copy of the state is in."""
+    """Named barriers; 0 belongs to __syncthreads. Each but STATE, KEYS_FULL and KEYS_FREE stands for several, one for each
+    token warpgroup or feature tile: a token warpgroup's number is also that of the buffer its copy of the state is in."""
 
     STATE = 1  # the state warpgroup's own four warps
     STATE_FULL = 2  # state warpgroup -> token warpgroup: the copy of the state is there
@@ -23,6 +23,12 @@ class Barrier(enum.IntEnum):
     ROWS = 8  # a token warpgroup's own four warps
     TILE_FULL = 2  # token warpgroup -> state warpgroup: the features are there (segment_state.py)
     TILE_FREE = 6  # state warpgroup -> token warpgroup: they have been multiplied
+    BEFORE_FULL = 8  # state warpgroup -> token warpgroup: the state before the chunk is there (sweep.py)
+    FEATURES = 10  # token warpgroup -> state warpgroup: the features of the queries are there (sweep.py)
+    WEIGHTS = 12  # a token warpgroup's own four warps (sweep.py)
+    ROWS_FULL = 14  # token warpgroup -> warp 3: r and h are there (sweep.py)
+    KEYS_FULL = 6  # warps 1 and 2 -> state warpgroup: the features of the keys are there (sweep.py)
+    KEYS_FREE = 7  # state warpgroup -> warps 1 and 2: they have been multiplied
     TOKENS = 10  # both token warpgroups (segment_state.py)
 
 

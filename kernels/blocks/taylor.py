@@ -84,6 +84,13 @@ def psi_words(row: PackedRow, quad_lane, key_dim: int) -> list:
     return words
 
 
+def scaled_phi_words(row: PackedRow, quad_lane, key_dim: int, scale, weight) -> list:
+    """weight * phi(scale x) of one row for K = 8, as words like those of `psi_words`."""
+    x = ScaledProducts([row.pair(0)], row.words, scale, weight)
+    half = pick_word(quad_lane < 2, x.product(0, key_dim // 2), pick_word(quad_lane == 2, x.one, 0))
+    return [*(x.product(0, shift) for shift in range(key_dim // 2)), half, x.entry(0)]
+
+
 # ---- the adjoint ----
 
 
@@ -200,14 +207,13 @@ class ScaledProducts:
         return pack2(*(value * self.linear_weight for value in unpack2(self.left[j // 2])))
 
 
-def write_features(source, target, thread, key_dim: int, tokens: int, products):
-    """phi of the rows of a (tokens, 16) tile into the (tokens, F) tile `target`, by 128 threads, two to a token.
+def write_features(source, target, row, part, key_dim: int, products):
+    """Part 0 or 1 of phi of one row of a (tokens, 16) tile into the (tokens, F) tile `target`.
 
     The two share a token by columns where a diagonal has two slots (K = 16: `side`, each sees its eight as entries 0..7),
     else by diagonals (K = 8: `turn`, turned by K/4 entries the second half has the same compile-time shifts as the first).
     `products(left, right)` makes products of packed words.
     """
-    row, part = thread % tokens, thread // tokens
     sides = key_dim // SLOT
     side, turn = (part, 0) if sides == 2 else (0, part)
     shifts = key_dim // 2 // (2 // sides)

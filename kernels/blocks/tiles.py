@@ -2,15 +2,19 @@
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from .ptx import stmatrix4
+
 # Cache policies of TMA loads: fractional L2 policies as createpolicy makes them (CUTLASS, TMA::CacheHintSm90).
 EVICT_NORMAL, EVICT_LAST = 0x1000000000000000, 0x14F0000000000000
 CHUNK_BYTES = 16  # the unit the swizzles move: 8 bf16
+STORED = (16, 64)  # rows and columns of one TMA store: a warp stores its own rows, and so needs no barrier
 
 
 def swizzle_bytes(columns: int) -> int:
@@ -74,6 +78,15 @@ class SwizzledTile:
         return SwizzledTile(self.base + offset, self.rows, self.chunks * CHUNK_BYTES // 2)
 
 
+def store_words(tile: SwizzledTile, first, lane, words):
+    """Sixteen rows of a tile, from row `first` on, by one warp: `words` are packed pairs in accumulator order, those of row
+    half h and eight columns e at h + 2 e."""
+    row, right = first + lane % 16, lane // 16
+    per_panel = tile.chunks // 2
+    for n in range(len(words) // 4):
+        stmatrix4(tile.chunk(row, 2 * (n % per_panel) + right, n // per_panel), *words[4 * n : 4 * n + 4])
+
+
 def token_view(tensor):
     """(B, T, H, D) in global memory as (T, D, H, B): the tile's modes first."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
@@ -101,9 +114,26 @@ def tma_store(tensor, layout, tile) -> TmaTensor:
 def tma_partition(source: TmaTensor, smem, tile, head, batch):
     """(shared [.., buffer], global [.., token chunk]) sides of the copies of one head."""
     g = cute.local_tile(source.tensor[None, None, head, batch], tile, (None, 0))
-    return cpasync.tma_partition(
-        source.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
+    return cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2))
+
+
+@cute.jit
+def store_warp_rows(sink: TmaTensor, staged, places, block, inside, head, batch):
+    """By one warp, sixteen rows of one head from shared tiles to global ones: `places` are the index of each 64 columns in the
+    (16, 64) blocks of `staged`, `block` the global number of the rows; the copies form a group of their own, empty where the
+    rows are not `inside`."""
+    target = cute.local_tile(sink.tensor[None, None, head, batch], STORED, (None, None))
+    source, target = cpasync.tma_partition(
+        sink.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(cute.flat_divide(staged, STORED), 0, 2),
+        cute.group_modes(target, 0, 2),
     )
+    if inside:
+        for panel in cutlass.range_constexpr(len(places)):
+            cute.copy(sink.atom, source[(None, *places[panel])], target[None, block, panel])
+    cute.arch.cp_async_bulk_commit_group()
 
 
 def tma_load_statistics(tensor, layout, chunk: int) -> TmaTensor:

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import accuracy, reference
 from .accuracy import Shape
 from .kernels.build import sources_sha256
+from .kernels.config import NORMALISER_WORDS
 from .launcher import based_attention, based_backward
 
 CHUNK = 64  # the chunk that both the canonical FLOPs and the floor's chunk-quadratic products are counted with
@@ -60,12 +61,14 @@ def canonical_flops(shape: Shape, op: str = "backward") -> int:
 
 
 def bytes_per_token(key_dim: int, value_dim: int, op: str = "backward") -> int:
-    """Global-memory bytes that an op must move per token: bf16 tensors, and r and h in fp32 between the backward's scans."""
+    """Global-memory bytes that an op must move per token: bf16 tensors, and in fp32 what a backward's kernels pass on."""
     output = 2 * (2 * key_dim + 2 * value_dim)  # q, k, v in, o out
-    inputs = 2 * (2 * key_dim + 2 * value_dim)  # q, k, v, do, read by each of the two scans
-    row_terms = 2 * 4  # r and h, written by the forward scan and read by the reverse scan
+    inputs = 2 * (2 * key_dim + 2 * value_dim)  # q, k, v, do
     gradients = 2 * (2 * key_dim + value_dim)  # dq, dk, dv
-    backward = 2 * inputs + 2 * row_terms + gradients
+    if key_dim == 8:  # k and v by the first pass, the normaliser before each chunk, all inputs by the sweep
+        backward = 2 * (key_dim + value_dim) + 2 * 4 * NORMALISER_WORDS // CHUNK + inputs + gradients
+    else:  # all inputs by each scan, r and h from one to the other
+        backward = 2 * inputs + 2 * 2 * 4 + gradients
     return {"forward": output, "backward": backward, "train": output + backward}[op]
 
 
@@ -75,8 +78,10 @@ def flops_per_token(key_dim: int, value_dim: int, op: str = "backward") -> int:
     features = -(-distinct // 16) * 16  # 160 for K = 16, 48 for K = 8
     state, keys, values = 2 * features * value_dim, 2 * CHUNK * key_dim, 2 * CHUNK * value_dim  # FLOPs of one product each
     output = 2 * state + keys + values  # S update, psi(q) S; s; A v
-    # Y, S update, W, phi(k) dS, dS update; s, s^T, ds k, ds^T q; dA, dA^T, A^T do
-    backward = 5 * state + 4 * keys + 3 * values
+    if key_dim == 8:  # S update in both passes, Y, W, phi(k) dS, dS update; s, ds k, ds^T q; dA, A^T do
+        backward = 6 * state + 3 * keys + 2 * values
+    else:  # Y, S update, W, phi(k) dS, dS update; s, s^T, ds k, ds^T q; dA, dA^T, A^T do
+        backward = 5 * state + 4 * keys + 3 * values
     return {"forward": output, "backward": backward, "train": output + backward}[op]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import reference
 from .kernels import config
-from .kernels.schedule import HandsOn, schedule
+from .kernels.schedule import HandsOn, Schedule, schedule
 
 BACKENDS = ("auto", "cute", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -91,7 +91,8 @@ def based_backward(
             the kernels. "torch" takes the torch path: fp64 for fp64 inputs, fp32 arithmetic for the others.
 
     Any strides are accepted, and no input is written to. Under torch.compile use "auto", which is one opaque operator; it
-    does not support torch.func.grad.
+    does not support torch.func.grad. Results are the same to the bit from call to call. At K = 8 the kernels may subtract
+    later tokens' part of a state again (kernels/sweep.py): up to 4096 of them then reach dq in its last bits.
 
     Returns:
         dq, dk (B, T, H, K) and dv (B, T, H, V): new contiguous tensors of the inputs' dtype, which carry no autograd
@@ -489,7 +490,7 @@ def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) ->
 
 
 def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> Gradients:
-    """Both scans on the current stream of the tensors' device; only r and h (8 bytes a token) pass between them."""
+    """Both scans, or the sweep, on the current stream of the tensors' device; what passes between kernels is the scratch."""
     scale = _resolved_scale("based_backward", scale, q.shape[3])
     if q.numel() == 0:
         return _empty_gradients(q, v)
@@ -504,7 +505,8 @@ def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | Non
 class _Plan(NamedTuple):
     """What tensors of one shape take: the compiled operation, how the sequences are cut (its arguments from `ctas` on), and the
     scratch, in words of 4 bytes: r and h of every token in a backward, where sequences are cut one state (86 KB at K = 16,
-    V = 128) for each SM, and at most two flags for each. It is allocated as bf16: a dtype beside q's costs 1 us."""
+    V = 128) for each SM, and at most two flags for each; in a sweep 288 bytes for each chunk, and one state (24 KB at V = 128)
+    for each 4096 tokens or part of them. It is allocated as bf16: a dtype beside q's costs 1 us."""
 
     launch: Callable
     keys: tuple[int, ...]  # the strides of packed q and k
@@ -525,19 +527,36 @@ def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> 
     """The plan of a "forward" or a "backward" for q of shape `keys`."""
     batch, length, heads, key_dim = keys
     sequences, chunks = batch * heads, -(-length // config.CHUNK)
-    cut = schedule(sequences, chunks, _processors(device), config.chained_work(key_dim))
+    work = config.chained_work(key_dim), config.whole_work(kind, key_dim)
+    cut = schedule(sequences, chunks, _processors(device), *work)
     if kind == "forward" and cut.hands_on == HandsOn.ROWS:  # there is no reverse scan
         cut = cut._replace(hands_on=HandsOn.NOTHING)
-    states_at = 2 * config.CHUNK * sequences * chunks if kind == "backward" else 0
-    flags_at = states_at + cut.slots * config.state_size(key_dim, value_dim)
+    way = _way(kind, cut, key_dim, value_dim)
+    if way == "swept":
+        cut = cut._replace(hands_on=HandsOn.NOTHING)
+        states_at, lowered = 0, 0
+        flags_at = sequences * -(-chunks // config.CHECKPOINT) * value_dim * config.feature_count(key_dim)
+        words = flags_at + sequences * chunks * config.NORMALISER_WORDS
+    else:
+        states_at = 2 * config.CHUNK * sequences * chunks if kind == "backward" else 0
+        flags_at = states_at + cut.slots * config.state_size(key_dim, value_dim)
+        words, lowered = max(flags_at + cut.flags, 1), cut.flags if cut.hands_on == HandsOn.STATE else 0
     return _Plan(
-        launch=_operation(config.Operation(kind, key_dim, value_dim, cut.hands_on == HandsOn.SUMS)),
+        launch=_operation(config.Operation(kind, key_dim, value_dim, way)),
         keys=(length * heads * key_dim, heads * key_dim, key_dim, 1),
         values=(length * heads * value_dim, heads * value_dim, value_dim, 1),
         cut=(cut.ctas, cut.stride, cut.chunks_per_cta, cut.late_ctas, int(cut.hands_on), states_at, flags_at),
-        words=max(flags_at + cut.flags, 1),
-        lowered=cut.flags if cut.hands_on == HandsOn.STATE else 0,
+        words=words,
+        lowered=lowered,
     )
+
+
+def _way(kind: str, cut: Schedule, key_dim: int, value_dim: int) -> str:
+    """Which passes run: one sweep where no sequence is cut and the table has one."""
+    if cut.hands_on == HandsOn.SUMS:
+        return "summed"
+    uncut = cut.hands_on in (HandsOn.NOTHING, HandsOn.ROWS)
+    return "swept" if kind == "backward" and uncut and config.find("sweep", key_dim, value_dim) else "scans"
 
 
 @cache
@@ -563,9 +582,7 @@ def _operation(operation: config.Operation) -> Callable:
         )
     from .kernels import build  # imports the DSL, which the CPU path does without
 
-    with warnings.catch_warnings():  # where the DSL folds packed constants, they wrap round in 32 bits as they should
-        warnings.filterwarnings("ignore", message="(?s).*TYPE_INT_LITERAL_OUT_OF_RANGE")
-        return build.load(operation)
+    return build.load(operation)
 
 
 def _packed(x: Tensor, strides: tuple[int, ...]) -> Tensor:
