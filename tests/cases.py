@@ -44,6 +44,11 @@ def uncut(sequences: int, chunks: int, *_) -> Schedule:
     return Schedule(sequences, chunks, chunks, HandsOn.ROWS)
 
 
+def scans(key_dim: int, value_dim: int) -> Rule:
+    """Whole sequences, by scans: where the table has a sweep, `uncut` would take that."""
+    return chained(1.0) if config.find("sweep", key_dim, value_dim) else uncut
+
+
 def chained(share: float) -> Rule:
     """A CTA takes that many sequences' worth of chunks, at least 1.0."""
 

@@ -132,7 +132,7 @@ def emulated(operation: config.Operation, *, late: bool = False):
         scratch = scratch.view(torch.float32)
         named = dict(zip(ARGUMENTS[operation.kind], tensors, strict=True))
         batch, _, heads, _ = named["q"].shape
-        named["rh"] = scratch[:states_at].view(batch, heads, -1, 2) if states_at else None
+        named["rh"] = scratch[:states_at].view(batch, heads, -1, 2)
         states = scratch[states_at:flags_at]
         plan = Schedule(ctas, chunks_per_cta, stride, HandsOn(hands_on), late_ctas)
         flags = scratch[flags_at : flags_at + plan.flags].view(torch.int32)
@@ -182,12 +182,17 @@ class Heap:
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
+def stored_by_warps(row: config.ScanConfig, name: str) -> bool:
+    """Whether the pass stores this tensor by the 16 rows of a warp, and not by chunks."""
+    return name == "o" or (row.scan, name) == ("sweep", "dv")
+
+
 def tensor_map(row: config.ScanConfig, name: str, tensor: Tensor) -> ptx_machine.TensorMap:
-    """The box that a pass copies of a tensor: (B, T, H, D) bf16 by 64 tokens, or (B, H, T, 2) fp32 by 64 pairs."""
+    """The box that a pass copies of a tensor: (B, T, H, D) bf16 by 64 or 16 tokens, or (B, H, T, 2) fp32 by 64 pairs."""
     if name == "rh":
         return ptx_machine.TensorMap(tensor.flatten(2).numpy(), 1, 2 * config.CHUNK)
     array = tensor.view(torch.int16).numpy().view(np.uint16).transpose(0, 2, 1, 3)
-    rows = 16 if name == "o" or (row.scan, name) == ("sweep", "dv") else config.CHUNK
+    rows = 16 if stored_by_warps(row, name) else config.CHUNK
     return ptx_machine.TensorMap(array, rows, 16 if name in ("q", "k") else 64)
 
 

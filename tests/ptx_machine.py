@@ -653,7 +653,7 @@ def multiply_warps(machine, name, operands):
     row, column = lane // 4 + 8 * (register // 2), 2 * (lane % 4) + register % 2
 
     def entries(unit, registers):
-        """(warp, 8 (registers / 2), 16): word i is row i % 2 of the eights and column i // 2, for a; for b all are columns."""
+        """(warp, row, column) of the 8 x 8 matrix that each register holds."""
         return [np.stack(bf16_pair(full(unit, r(unit)).reshape(unit.warps, 8, 4)), -1).reshape(-1, 8, 8) for r in registers]
 
     def execute(unit, active):

@@ -24,6 +24,7 @@ from compiled import (  # noqa: E402  (it imports nothing of the DSL, but compil
     descriptors_of,
     flag_addresses,
     launch_parameters,
+    stored_by_warps,
     without,
 )
 
@@ -129,10 +130,10 @@ def run_pass(
 
 
 def copies_of(row: config.ScanConfig, places) -> Counter:
-    """The bulk copies of chunks (batch, head, chunk), but for what is stored by 16 rows."""
+    """The bulk copies of chunks (batch, head, chunk), but for what is stored by warps."""
     expected = Counter()
     for name, descriptor in descriptors_of(row).items():
-        for batch, head, chunk in places if name != "o" and (row.scan, name) != ("sweep", "dv") else ():
+        for batch, head, chunk in () if stored_by_warps(row, name) else places:
             columns = range(0, row.value_dim if name in ("v", "do", "dv") else 1, 64)
             boxes = [(column, 64 * chunk, head, batch) for column in columns]
             if name == "rh":

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import chained, cut_by, equal, every_row, parted, summed, uncut, with_two_key_sizes
+from cases import chained, cut_by, equal, every_row, parted, scans, summed, uncut, with_two_key_sizes
 
 from based_cute import accuracy, launcher
 from based_cute.kernels import config
@@ -67,8 +67,10 @@ def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
 @pytest.mark.parametrize("share", [1.3, 2.5, 9.0])
 def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_dim, share):
     inputs = accuracy.make_inputs((2, 200, 2, key_dim, value_dim), "cpu")
-    cut_by(monkeypatch, chained(1.0))
-    expected = results(inputs)
+    cut_by(monkeypatch, uncut)
+    forward = launcher._run_forward_kernel(*inputs[:3], None)
+    cut_by(monkeypatch, scans(key_dim, value_dim))
+    expected = *forward, *launcher._run_kernels(*inputs, None)
     cut_by(monkeypatch, chained(share))
     assert equal(results(inputs), expected)
 
@@ -115,7 +117,7 @@ def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
 @every_row
 def test_what_is_no_number_reaches_nothing_in_the_chunks_before_it(machine, monkeypatch, key_dim, value_dim):
     """o and, of the scans, dq of a chunk come from the chunks up to it, to the bit."""
-    cut_by(monkeypatch, chained(1.0))
+    cut_by(monkeypatch, scans(key_dim, value_dim))
     inputs = accuracy.make_inputs((1, 200, 1, key_dim, value_dim), "cpu")
     expected = results(inputs)
     for x in inputs:

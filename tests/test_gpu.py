@@ -10,10 +10,9 @@ import weakref
 
 import pytest
 import torch
-from cases import Guards, chained, cut_by, every_row, uncut
+from cases import Guards, cut_by, every_row, scans, uncut
 
 from based_cute import accuracy, based_backward, launcher, reference
-from based_cute.kernels import config
 
 pytestmark = pytest.mark.gpu
 
@@ -176,15 +175,15 @@ def test_later_tokens_do_not_reach_dq(monkeypatch, key_dim, value_dim):
     """To the bit in the scans; a sweep (K = 8) subtracts them again, but from the first chunk's state, which is none."""
     q, k, v, do = inputs_of(200, key_dim, value_dim)
 
-    def differences(start):
+    def two_dq(start):
         others = [torch.cat((x[:, :start], x[:, start:] + 1), 1) for x in (q, k, v, do)]
-        return accuracy.relative_error(kernels(*others)[0][:, :start], kernels(q, k, v, do)[0][:, :start].double())
+        return [kernels(*inputs)[0][:, :start] for inputs in (others, (q, k, v, do))]
 
-    cut_by(monkeypatch, uncut)
-    swept = config.find("sweep", key_dim, value_dim) is not None
-    assert [differences(start) for start in (1, 63, 64)] == [0.0] * 3 and differences(100) <= (1e-3 if swept else 0.0)
-    cut_by(monkeypatch, chained(1.0))
-    assert differences(100) == 0.0
+    for rule, exact in ((scans(key_dim, value_dim), (1, 63, 64, 100)), (uncut, (1, 63, 64))):
+        cut_by(monkeypatch, rule)
+        assert all(torch.equal(*two_dq(start)) for start in exact)
+    found, expected = two_dq(100)
+    assert accuracy.relative_error(found, expected.double()) <= 1e-3
 
 
 @every_row

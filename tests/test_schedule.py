@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import chained, cut_by, equal, every_row, parted, summed, uncut, with_two_key_sizes
+from cases import chained, cut_by, equal, every_row, parted, scans, summed, uncut, with_two_key_sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,8 +95,8 @@ def test_no_key_dim_of_8_is_chained_for_a_few_percent():
 
 
 def test_fewer_sequences_are_cut_where_a_sweep_takes_whole_ones():
-    for sequences, scans, beside_a_sweep in ((176, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.ROWS)):
-        for kind, expected in (("forward", scans), ("backward", beside_a_sweep)):
+    for sequences, alone, beside_a_sweep in ((176, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.ROWS)):
+        for kind, expected in (("forward", alone), ("backward", beside_a_sweep)):
             work = config.chained_work(8), config.whole_work(kind, 8)
             assert schedule(sequences, 128, 132, *work).hands_on == expected
 
@@ -123,10 +123,12 @@ def errors(found, inputs):
 @pytest.mark.gpu
 @every_row
 @pytest.mark.parametrize("length", [65, 1000])
-@pytest.mark.parametrize("share", [1.3, 2.0, 3.4, 9.0])
+@pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 3.4, 9.0])
 def test_chained_is_bitwise_equal(monkeypatch, key_dim, value_dim, length, share):
     inputs = accuracy.make_inputs((3, length, 3, key_dim, value_dim), "cuda")
-    expected = results(monkeypatch, chained(1.0), inputs)
+    o, *_ = results(monkeypatch, uncut, inputs)
+    _, *gradients = results(monkeypatch, scans(key_dim, value_dim), inputs)
+    expected = o, *gradients
     found = results(monkeypatch, chained(share), inputs)
     assert equal(found, expected)
 
@@ -158,7 +160,7 @@ def test_two_parts_are_accurate(monkeypatch, key_dim, value_dim, length, share):
 def test_segments_hold_where_key_sizes_change(monkeypatch, key_dim, value_dim, early):
     """The first half's keys 1000 times smaller, or larger, than the second's: cutting the scan adds no error."""
     inputs = with_two_key_sizes(accuracy.make_inputs((1, 2000, 2, key_dim, value_dim), "cuda"), early)
-    expected = errors(results(monkeypatch, chained(1.0), inputs), inputs)
+    expected = errors(results(monkeypatch, scans(key_dim, value_dim), inputs), inputs)
     found = errors(results(monkeypatch, summed(4), inputs), inputs)
     assert all(x <= 1.05 * y + 5e-5 for x, y in zip(found, expected, strict=True)), (found, expected)
 

@@ -529,11 +529,10 @@ def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> 
     sequences, chunks = batch * heads, -(-length // config.CHUNK)
     work = config.chained_work(key_dim), config.whole_work(kind, key_dim)
     cut = schedule(sequences, chunks, _processors(device), *work)
-    if kind == "forward" and cut.hands_on == HandsOn.ROWS:  # there is no reverse scan
-        cut = cut._replace(hands_on=HandsOn.NOTHING)
     way = _way(kind, cut, key_dim, value_dim)
-    if way == "swept":
+    if cut.hands_on == HandsOn.ROWS and (kind == "forward" or way == "swept"):  # there is no reverse scan
         cut = cut._replace(hands_on=HandsOn.NOTHING)
+    if way == "swept":
         states_at, lowered = 0, 0
         flags_at = sequences * -(-chunks // config.CHECKPOINT) * value_dim * config.feature_count(key_dim)
         words = flags_at + sequences * chunks * config.NORMALISER_WORDS
