@@ -489,9 +489,9 @@ class Scan:
                 sync.arrive(Barrier.STATE_FREE, parts.group, self.state_threads)
             g = self.placed(parts, thread)
             rows = self.late_rows(g, stage.index, work)
-            pipe.consumer_release(stage)
             results = self.token_adjoint(g, p, chunk, work, rows)
             self.write_rows(outputs, g, p, chunk, results)
+            pipe.consumer_release(stage)  # behind the stores of what was read: ptxas lets it pass loads under way
 
     def await_chunk(self, g, pipe, stage):
         pipe.consumer_wait(stage)
