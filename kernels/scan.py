@@ -385,18 +385,22 @@ class Scan:
             statistics=smem.statistics.iterator.toint() if self.backward else None,
         )
 
-    def state_parts(self, smem, thread):
-        """Operands, accumulators and tiles of the state warpgroup."""
+    def update_products(self, smem, values):
+        """S^T (V x F) += x^T (V x C) phi (C x F), the x of a chunk in a stage of `values`: 64 rows each."""
         c = self.config
-        values = smem.do if self.backward else smem.v
         panels = cute.flat_divide(values, (c.chunk, 64))  # (C, 64, 1, V / 64, stage)
-        updates = [
+        return [
             Product(c.features, panels[None, None, 0, block, None], smem.phi, a_transposed=True, b_transposed=True)
             for block in range(c.value_dim // 64)
         ]
+
+    def state_parts(self, smem, thread):
+        """Operands, accumulators and tiles of the state warpgroup."""
+        c = self.config
+        updates = self.update_products(smem, smem.do if self.backward else smem.v)
         parts = SimpleNamespace(
             **vars(self.feature_parts(smem, thread)),
-            updates=updates,  # S^T (V x F) += x^T (V x C) phi (C x F), 64 rows each
+            updates=updates,
             state=[update.accumulator() for update in updates],
         )
         if c.publishes:

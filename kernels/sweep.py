@@ -27,6 +27,7 @@ The roles are those of every scan (scan.py), and
     sStaged           token warpgroups    (6), (7), then TMA stores of dv   WEIGHTS
 """
 
+import operator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -211,11 +212,7 @@ class Sweep(WholeSequences, ReverseScan):
         """Those of dS, and of S as `before`."""
         c = self.config
         parts = super().state_parts(smem, thread)
-        panels = cute.flat_divide(smem.v, (c.chunk, 64))
-        updates = [
-            Product(c.features, panels[None, None, 0, block, None], smem.phi, a_transposed=True, b_transposed=True)
-            for block in range(c.value_dim // 64)
-        ]
+        updates = self.update_products(smem, smem.v)
         parts.barriers = smem.barriers
         parts.before = SimpleNamespace(
             updates=updates,
@@ -272,17 +269,7 @@ class Sweep(WholeSequences, ReverseScan):
         if (chunk == 0) | (chunk % CHECKPOINT == CHECKPOINT - 1):
             self.load_before(g, p, chunk)
         else:
-            self.subtract(g.before, stage)
-
-    def subtract(self, before, stage):
-        """x^T phi over the chunk in `stage`, formed apart."""
-        warpgroup.fence()
-        for update, block in zip(before.updates, before.added, strict=True):
-            update.issue(block, k_steps(update.a, stage), k_steps(update.b, 0))
-        warpgroup.wait_group(0)
-        for block, added in zip(before.state, before.added, strict=True):
-            for i in range(cute.size(block)):
-                block[i] = block[i] - added[i]
+            self.combine_apart(operator.sub, g.before, stage, 0)
 
     def publish_before(self, g, buf):
         """A copy of S; the buffer is free, since r and h of its last chunk are there."""

@@ -6,6 +6,7 @@ sweep will subtract it: accumulated in place the truncation of WGMMA would leave
 the start. The normaliser is summed by warp 3.
 """
 
+import operator
 from types import SimpleNamespace
 
 import cutlass
@@ -57,6 +58,16 @@ class WholeSequences:
         slots = (chunks + CHECKPOINT - 1) // CHECKPOINT
         number = (p.batch * p.heads + p.head) * slots + chunk // CHECKPOINT
         return p.states + Int64(number) * (4 * self.config.value_dim * self.config.features)
+
+    def combine_apart(self, combine, g, stage, tile):
+        """The state plus or minus, by `combine`, x^T phi over the chunk in `stage`, which is formed apart."""
+        warpgroup.fence()
+        for update, block in zip(g.updates, g.added, strict=True):
+            update.issue(block, k_steps(update.a, stage), k_steps(update.b, tile))
+        warpgroup.wait_group(0)
+        for block, added in zip(g.state, g.added, strict=True):
+            for i in range(cute.size(block)):
+                block[i] = combine(block[i], added[i])
 
     def add_gram_of(self, total, rows, stage, lane, statistics=None):
         """What the rows in `stage` add to the normaliser, four values a lane, in fp32."""
@@ -137,9 +148,9 @@ class SweepState(WholeSequences, SegmentState):
         for turn in cutlass.range(p.count, unroll=1):
             self.save_before(g, p, turn)
             pipe.consumer_wait(stage)
-            self.issue_addition(g, stage.index, turn % self.config.feature_tiles)
-            warpgroup.wait_group(0)
-            self.add(g)
+            tile = turn % self.config.feature_tiles
+            sync.wait(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
+            self.combine_apart(operator.add, g, stage.index, tile)
             self.give_back(pipe, stage, p.count, turn)
             stage = sync.advanced(stage, 1)
         self.save_before(g, p, p.count)
@@ -149,18 +160,6 @@ class SweepState(WholeSequences, SegmentState):
         """The state before `chunk`, where the sweep will ask for it."""
         if (chunk == p.chunks) | (chunk % CHECKPOINT == CHECKPOINT - 1):
             save_state(g.state, self.checkpoint(p, chunk, p.chunks + 1), g.thread)
-
-    def issue_addition(self, g, stage, tile):
-        """x^T phi over the chunk in `stage`."""
-        sync.wait(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
-        warpgroup.fence()
-        for update, block in zip(g.updates, g.added, strict=True):
-            update.issue(block, k_steps(update.a, stage), k_steps(update.b, tile))
-
-    def add(self, g):
-        for block, added in zip(g.state, g.added, strict=True):
-            for i in range(cute.size(block)):
-                block[i] = block[i] + added[i]
 
     def add_gram(self, g, stage):
         """Warp 3 does."""
