@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.normaliser import NormaliserProducts, dot_value
-from .blocks.ptx import pack2, pick, stg32, stg64, unpack
+from .blocks.ptx import pack2, pick, stg64, unpack
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import (
     ExactProducts,
@@ -35,6 +35,7 @@ from .blocks.taylor import (
     own_columns,
     own_entries,
     quad_sum,
+    store_own,
 )
 from .blocks.tiles import EVICT_LAST, EVICT_NORMAL, SwizzledTile
 from .scan import Scan
@@ -223,13 +224,10 @@ class ForwardScan(Scan):
     @cute.jit
     def write_rows(self, outputs, g, at, chunk, results):
         """dq of rows before T; r and h of every row, so that the reverse scan loads finite numbers."""
-        c = self.config
         for half in cutlass.range_constexpr(2):
-            row = chunk * c.chunk + g.row + 8 * half
+            row = chunk * self.config.chunk + g.row + 8 * half
             r, h, dq = results[half]
             if g.quad_lane == 0:
                 stg64(outputs.statistics[at.batch, at.head, row, None].iterator.toint(), r, h)
             if row < at.tokens:
-                target = outputs.dq[at.batch, row, at.head, None].iterator.toint() + 4 * g.quad_lane
-                for eight in cutlass.range_constexpr(c.key_dim // 8):
-                    stg32(target + 16 * eight, pack2(dq[2 * eight], dq[2 * eight + 1]))
+                store_own(outputs.dq[at.batch, row, at.head, None], g.quad_lane, dq)

@@ -25,7 +25,7 @@ from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
 from .blocks.normaliser import NormaliserProducts
-from .blocks.ptx import float_of, lds128, pack2, pick, stg32, unpack
+from .blocks.ptx import float_of, lds128, pack2, pick, unpack
 from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import (
     ScaledProducts,
@@ -33,6 +33,7 @@ from .blocks.taylor import (
     linear_entries,
     own_columns,
     row_statistics,
+    store_own,
 )
 from .blocks.tiles import (
     SwizzledTile,
@@ -223,11 +224,7 @@ class ReverseScan(Scan):
     @cute.jit
     def write_rows(self, outputs, g, at, chunk, results):
         """dk of rows before T."""
-        c = self.config
         for half in cutlass.range_constexpr(2):
-            row = chunk * c.chunk + g.row + 8 * half
-            dk = results[half]
+            row = chunk * self.config.chunk + g.row + 8 * half
             if row < at.tokens:
-                target = outputs.dk[at.batch, row, at.head, None].iterator.toint() + 4 * g.quad_lane
-                for eight in cutlass.range_constexpr(c.key_dim // 8):
-                    stg32(target + 16 * eight, pack2(dk[2 * eight], dk[2 * eight + 1]))
+                store_own(outputs.dk[at.batch, row, at.head, None], g.quad_lane, results[half])

@@ -41,10 +41,10 @@ from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
 from .blocks.normaliser import Normaliser, write_ones
-from .blocks.ptx import ldg64, lds64, pack2, pick, prefetch_l2, recompute, stg32, sts64, unpack
+from .blocks.ptx import ldg64, lds64, pack2, pick, prefetch_l2, recompute, sts64, unpack
 from .blocks.state import load_state, publish_state
 from .blocks.sync import WARP, WARPGROUP, Barrier
-from .blocks.taylor import ExactProducts, own_columns, scaled_phi_words, write_features
+from .blocks.taylor import ExactProducts, own_columns, scaled_phi_words, store_own, write_features
 from .blocks.tiles import STORED, SwizzledTile, TmaTensor, smem_layout, store_warp_rows, store_words, tma_store
 from .config import CHECKPOINT
 from .forward_scan import ROOT_HALF, ROOT_TWO, ForwardScan
@@ -438,17 +438,13 @@ class Sweep(WholeSequences, ReverseScan):
     @cute.jit
     def write_rows(self, outputs, g, at, chunk, results):
         """dq and dk of rows before T; dv through shared memory, where ds and r A were."""
-        c = self.config
         self.store_dv(outputs, g, at, chunk)
         for half in cutlass.range_constexpr(2):
-            row = chunk * c.chunk + g.row + 8 * half
+            row = chunk * self.config.chunk + g.row + 8 * half
             batch, head = self.sequence(at)
             if row < at.tokens:
                 for tensor, values in zip((outputs.dq, outputs.dk), results, strict=True):
-                    place = tensor[batch, row, head, None]
-                    target = place.iterator.toint() + 4 * g.quad_lane
-                    for eight in cutlass.range_constexpr(c.key_dim // 8):
-                        stg32(target + 16 * eight, pack2(values[half][2 * eight], values[half][2 * eight + 1]))
+                    store_own(tensor[batch, row, head, None], g.quad_lane, values[half])
 
     def store_dv(self, outputs, g, at, chunk):
         """The warp's 16 rows of dv by TMA, which drops those past T. Published only here, where the writes have long ended: a

@@ -22,6 +22,7 @@ from .ptx import (
     pick,
     pick_word,
     recompute,
+    stg32,
     straddle,
     sts128,
     unpack,
@@ -61,6 +62,13 @@ def load_rotated(tile, row, quad_lane, key_dim: int) -> PackedRow:
 def own_columns(half: int, key_dim: int) -> list[int]:
     """Indices of the own entries in row `half` of a 64 x 16 accumulator."""
     return [c + 2 * half + 4 * eight for eight in range(key_dim // SLOT) for c in (0, 1)]
+
+
+def store_own(row, quad_lane, entries: list):
+    """The own entries of one row in global memory, K bf16."""
+    target = row.iterator.toint() + 4 * quad_lane
+    for eight in range(len(entries) // 2):
+        stg32(target + 16 * eight, pack2(entries[2 * eight], entries[2 * eight + 1]))
 
 
 def psi_words(row: PackedRow, quad_lane, key_dim: int) -> list:
