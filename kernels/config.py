@@ -240,6 +240,17 @@ def state_size(key_dim: int, value_dim: int) -> int:
     return value_dim * feature_count(key_dim) + 64 * 16
 
 
+def checkpoints(chunks):
+    """How many states of a sequence a sweep starts from; on the device its chunks are a run-time value."""
+    return (chunks + CHECKPOINT - 1) // CHECKPOINT
+
+
+def sweep_sizes(sequences: int, chunks: int, key_dim: int, value_dim: int) -> tuple[int, int]:
+    """fp32 values in memory that sweeps start from: those of their states, and of the normalisers, one for each chunk."""
+    states = sequences * checkpoints(chunks) * value_dim * feature_count(key_dim)
+    return states, sequences * chunks * NORMALISER_WORDS
+
+
 def chained_work(key_dim: int) -> float:
     """Time of a chunk where CTAs take up sequences at different places, against CTAs that walk side by side. With K = 8 the
     rows of q and k are 16 bytes, and neighbouring heads that walk side by side share every 32-byte sector."""

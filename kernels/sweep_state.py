@@ -21,7 +21,7 @@ from .blocks.ptx import read_word, stg64, write_word
 from .blocks.state import save_state
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.tiles import EVICT_LAST, EVICT_NORMAL, SwizzledTile
-from .config import CHECKPOINT, NORMALISER_WORDS
+from .config import CHECKPOINT, NORMALISER_WORDS, checkpoints
 from .forward_scan import ForwardScan
 from .segment_state import SegmentState
 
@@ -55,8 +55,7 @@ class WholeSequences:
 
     def checkpoint(self, p, chunk, chunks):
         """Address of the saved state before `chunk`, the last of its CHECKPOINT chunks or of its sequence."""
-        slots = (chunks + CHECKPOINT - 1) // CHECKPOINT
-        number = (p.batch * p.heads + p.head) * slots + chunk // CHECKPOINT
+        number = (p.batch * p.heads + p.head) * checkpoints(chunks) + chunk // CHECKPOINT
         return p.states + Int64(number) * (4 * self.config.value_dim * self.config.features)
 
     def combine_apart(self, combine, g, stage, tile):

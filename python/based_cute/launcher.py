@@ -534,8 +534,8 @@ def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> 
         cut = cut._replace(hands_on=HandsOn.NOTHING)
     if way == "swept":
         states_at, lowered = 0, 0
-        flags_at = sequences * -(-chunks // config.CHECKPOINT) * value_dim * config.feature_count(key_dim)
-        words = flags_at + sequences * chunks * config.NORMALISER_WORDS
+        flags_at, normalisers = config.sweep_sizes(sequences, chunks, key_dim, value_dim)
+        words = flags_at + normalisers
     else:
         states_at = 2 * config.CHUNK * sequences * chunks if kind == "backward" else 0
         flags_at = states_at + cut.slots * config.state_size(key_dim, value_dim)
