@@ -46,7 +46,7 @@ def uncut(sequences: int, chunks: int, *_) -> Schedule:
 
 def scans(key_dim: int, value_dim: int) -> Rule:
     """Whole sequences, by scans: where the table has a sweep, `uncut` would take that."""
-    return chained(1.0) if config.find("sweep", key_dim, value_dim) else uncut
+    return chained(1.0) if config.has_sweep("backward", key_dim, value_dim) else uncut
 
 
 def chained(share: float) -> Rule:

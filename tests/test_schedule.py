@@ -97,7 +97,7 @@ def test_no_key_dim_of_8_is_chained_for_a_few_percent():
 def test_fewer_sequences_are_cut_where_a_sweep_takes_whole_ones():
     for sequences, alone, beside_a_sweep in ((176, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.ROWS)):
         for kind, expected in (("forward", alone), ("backward", beside_a_sweep)):
-            work = config.chained_work(8), config.whole_work(kind, 8)
+            work = config.chained_work(8), config.whole_work(kind, 8, 128)
             assert schedule(sequences, 128, 132, *work).hands_on == expected
 
 
@@ -221,9 +221,9 @@ def test_calls_in_a_queue_do_not_see_each_other(monkeypatch, rule, length):
     "shape", [(1, 20_000, 4, 16, 128), (6, 1024, 24, 16, 128), (3, 512, 50, 8, 64), (4, 4000, 24, 16, 64)], ids=str
 )
 def test_real_card_cuts_these(shape):
-    batch, length, heads, key_dim, _ = shape
+    batch, length, heads, key_dim, value_dim = shape
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    work = config.chained_work(key_dim), config.whole_work("backward", key_dim)
+    work = config.chained_work(key_dim), config.whole_work("backward", key_dim, value_dim)
     plan = schedule(batch * heads, math.ceil(length / 64), processors, *work)
     if plan.hands_on in UNCUT:
         pytest.skip(f"not on {processors} SMs")

@@ -527,7 +527,7 @@ def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> 
     """The plan of a "forward" or a "backward" for q of shape `keys`."""
     batch, length, heads, key_dim = keys
     sequences, chunks = batch * heads, -(-length // config.CHUNK)
-    work = config.chained_work(key_dim), config.whole_work(kind, key_dim)
+    work = config.chained_work(key_dim), config.whole_work(kind, key_dim, value_dim)
     cut = schedule(sequences, chunks, _processors(device), *work)
     way = _way(kind, cut, key_dim, value_dim)
     if cut.hands_on == HandsOn.ROWS and (kind == "forward" or way == "swept"):  # there is no reverse scan
@@ -555,7 +555,7 @@ def _way(kind: str, cut: Schedule, key_dim: int, value_dim: int) -> str:
     if cut.hands_on == HandsOn.SUMS:
         return "summed"
     uncut = cut.hands_on in (HandsOn.NOTHING, HandsOn.ROWS)
-    return "swept" if kind == "backward" and uncut and config.find("sweep", key_dim, value_dim) else "scans"
+    return "swept" if uncut and config.has_sweep(kind, key_dim, value_dim) else "scans"
 
 
 @cache
