@@ -169,11 +169,13 @@ def _rows(scan: str) -> tuple[ScanConfig, ...]:
     )
 
 
+SUMMING = {"stages": 6, "feature_tiles": 4, "token_registers": 136}  # of every pass that sums states
+
+
 def _state_rows(scan: str) -> tuple[ScanConfig, ...]:
     """The rows of a pass that sums states, or adds them up along a sequence."""
-    ring = {"feature_tiles": 4, "stages": 6, "state_registers": 216, "token_registers": 136}
     return tuple(
-        ScanConfig(scan, key_dim, value_dim, **ring, origin="registers as in the scan at (16, 128)")
+        ScanConfig(scan, key_dim, value_dim, **SUMMING, state_registers=216, origin="registers as in the scan at (16, 128)")
         for key_dim in (8, 16)
         for value_dim in (64, 128)
     )
@@ -184,9 +186,9 @@ def _sweep_rows(value_dim: int) -> tuple[ScanConfig, ...]:
     split = {"producer_registers": 40, "state_registers": 152, "token_registers": 160}
     tiles = {"stages": 3, "feature_tiles": 3, "causal_block": CHUNK}
     slower = "shared memory is full at V = 128; blocks of 32 rows made an early build 20% slower"
-    ring = {"feature_tiles": 4, "stages": 6, "producer_registers": 40, "state_registers": 200, "token_registers": 136}
+    summing = SUMMING | {"producer_registers": 40, "state_registers": 200}
     return (
-        ScanConfig("sweep_state", 8, value_dim, **ring, origin="as the passes that sum states"),
+        ScanConfig("sweep_state", 8, value_dim, **summing, origin="as the passes that sum states"),
         ScanConfig("sweep", 8, value_dim, **tiles, **split, origin=slower),
     )
 
