@@ -304,12 +304,23 @@ class Scan:
     @cute.jit
     def carry_state(self, smem, pipe, at):
         """The state warpgroup."""
-        c, thread = self.config, cute.arch.thread_idx()[0] - WARPGROUP
-        g = self.state_parts(smem, thread)
-        write_ones(SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim), thread, c.chunk)
-        g.normaliser.clear(thread)
+        g = self.state_parts(smem, cute.arch.thread_idx()[0] - WARPGROUP)
+        self.start_normaliser(g, smem)
         for number in cutlass.range(at.pieces, unroll=1):
             self.carry_piece(g, pipe, self.piece(at, number))
+
+    def start_normaliser(self, g, smem):
+        """The normaliser beside the state: its product, its accumulator, the ones, and zeros where its copies will be."""
+        g.gram_update = Product(16, b=smem.q if self.backward else smem.k, b_transposed=True)  # G += y^T y
+        g.gram = g.gram_update.accumulator()
+        g.normaliser = Normaliser(smem.gram)
+        self.set_ones(g, smem)
+        g.normaliser.clear(g.thread)
+
+    def set_ones(self, g, smem):
+        """The tile of ones: tokens get the sums by a product with it."""
+        c = self.config
+        write_ones(SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim), g.thread, c.chunk)
 
     @cute.jit
     def carry_piece(self, g, pipe, p):
@@ -404,9 +415,6 @@ class Scan:
             state=[update.accumulator() for update in updates],
         )
         if c.publishes:
-            parts.gram_update = Product(16, b=smem.q if self.backward else smem.k, b_transposed=True)  # G += y^T y
-            parts.gram = parts.gram_update.accumulator()
-            parts.normaliser = Normaliser(smem.gram)
             parts.state_tile = SwizzledTile(smem.state.iterator.toint(), c.value_dim, c.features)
         return parts
 

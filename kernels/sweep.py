@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
-from .blocks.normaliser import Normaliser, write_ones
+from .blocks.normaliser import Normaliser
 from .blocks.ptx import ldg64, lds64, pack2, pick, prefetch_l2, recompute, sts64, unpack
 from .blocks.state import load_state, publish_state
 from .blocks.sync import WARP, WARPGROUP, Barrier
@@ -222,13 +222,9 @@ class Sweep(WholeSequences, ReverseScan):
         )
         return parts
 
-    @cute.jit
-    def carry_state(self, smem, pipe, at):
-        c, thread = self.config, cute.arch.thread_idx()[0] - WARPGROUP
-        g = self.state_parts(smem, thread)
-        write_ones(SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim), thread, c.chunk)
-        for number in cutlass.range(at.pieces, unroll=1):
-            self.carry_piece(g, pipe, self.piece(at, number))
+    def start_normaliser(self, g, smem):
+        """Warp 3 does, but for the ones."""
+        self.set_ones(g, smem)
 
     @cute.jit
     def carry_piece(self, g, pipe, p):
