@@ -44,7 +44,6 @@ from .schedule import HandsOn
 DENOMINATOR_EPSILON = 1e-6
 ROOT_HALF, ROOT_TWO = 0.5**0.5, 2.0**0.5
 CENTRED_CHUNKS = 4  # behind them a chunk's own keys are a small part of the sums: without m dq has the same error
-KEPT_CHUNKS = 5  # 22 MB of all SMs at V = 128, of an L2 of 50 MB
 
 
 class Outputs(NamedTuple):
@@ -57,14 +56,15 @@ class Outputs(NamedTuple):
 class ForwardScan(Scan):
     backward = False
     consumer_warps = 8
+    kept_chunks = 5  # 22 MB of all SMs at V = 128, of an L2 of 50 MB
     before_barrier, before_threads = Barrier.STATE_FULL, 2 * WARPGROUP  # where tokens wait for the state before the chunk
 
     def outputs(self, tensors):
         return Outputs(tensors.dq, tensors.statistics)
 
     def l2_policy(self, p, chunk):
-        """The last chunks stay, since the reverse scan starts with them: 0.3 to 0.8% of both scans at K = 8, 0 at K = 16."""
-        return Int64(select_(chunk >= p.chunk + p.count - KEPT_CHUNKS, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
+        """The last chunks stay, since the next pass starts with them: 0.3 to 0.8% of both scans at K = 8, 0 at K = 16."""
+        return Int64(select_(chunk >= p.chunk + p.count - self.kept_chunks, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
 
     @cute.jit
     def await_inputs(self, at):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, select_
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
@@ -20,12 +20,10 @@ from .blocks.normaliser import gram_of_eight
 from .blocks.ptx import read_word, stg64, write_word
 from .blocks.state import save_state
 from .blocks.sync import WARPGROUP, Barrier
-from .blocks.tiles import EVICT_LAST, EVICT_NORMAL, SwizzledTile
+from .blocks.tiles import SwizzledTile
 from .config import CHECKPOINT, NORMALISER_WORDS, checkpoints
 from .forward_scan import ForwardScan
 from .segment_state import SegmentState
-
-KEPT_CHUNKS = 10
 
 
 class WholeSequences:
@@ -86,11 +84,9 @@ class SweepState(WholeSequences, SegmentState):
 
     inputs = ("k", "v")
     consumer_warps = 9  # those of every pass that sums states, and warp 3
+    kept_chunks = 10  # of two inputs: as many bytes as 5 of four
+    l2_policy = ForwardScan.l2_policy
     state_products = ForwardScan.state_products
-
-    def l2_policy(self, p, chunk):
-        """The last chunks stay, since the sweep starts with them: 22 MB of all SMs at V = 128, of an L2 of 50 MB."""
-        return Int64(select_(chunk >= p.count - KEPT_CHUNKS, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
 
     def chunks(self, problem):
         return super().chunks(problem) - 1
