@@ -68,14 +68,19 @@ class ForwardScan(Scan):
 
     @cute.jit
     def await_inputs(self, at):
-        """Flags are lowered before the reverse scan may start."""
-        cute.arch.griddepcontrol_wait()
+        """Flags are lowered before the reverse scan may start, and before any chunk is taken."""
+        super().await_inputs(at)
         if at.hands_on == HandsOn.ROWS:
             if cute.arch.thread_idx()[0] < self.config.token_warpgroups:
                 sync.store_release(self.rows_flag(at, cute.arch.thread_idx()[0]), 0)
                 cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
-        cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def help(self, outputs, smem, pipe, at, warp):
+        if at.hands_on != HandsOn.ROWS:
+            super().help(outputs, smem, pipe, at, warp)
 
     @cute.jit
     def finish(self, at, group, thread):

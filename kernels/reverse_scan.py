@@ -66,17 +66,20 @@ class ReverseScan(Scan):
         rows = tma_load_statistics(tensors.statistics, statistics_layout(c.chunk, c.stages), c.chunk)
         return Outputs(rows, tensors.dk, tma_store(tensors.dv, smem_layout((64, 64)), (64, 64)))
 
-    @cute.jit
     def await_inputs(self, at):
-        """r and h of the sequence are there; where they are handed on, other sequences may still be in the forward scan."""
+        """Behind a forward scan they are there."""
+
+    @cute.jit
+    def await_statistics(self, at):
+        """r and h of the sequence are there: where they are handed on, other sequences may still be in the forward scan; behind
+        a pass that sums states all are through."""
         if at.hands_on == HandsOn.ROWS:
             if cute.arch.thread_idx()[0] < cutlass.min(at.chunks, self.config.token_warpgroups):
                 sync.spin_while_zero(self.rows_flag(at, cute.arch.thread_idx()[0]))
             cute.arch.sync_warp()
-        else:
+        elif at.hands_on != HandsOn.SUMS:
             cute.arch.griddepcontrol_wait()
         cute.arch.fence_proxy("async.global")  # TMA reads what ordinary stores wrote
-        cute.arch.griddepcontrol_launch_dependents()
 
     def state_products(self, at, statistics, row):
         r, _ = row_statistics(statistics, row)
@@ -84,7 +87,7 @@ class ReverseScan(Scan):
 
     @cute.jit
     def help(self, outputs, smem, pipe, at, warp):
-        """Warps 1, 2, ...: each stores dv of one token warpgroup from the chunk's v tile, then releases the stage.
+        """Warps 1, 2: each stores dv of one token warpgroup from the chunk's v tile, then releases the stage.
 
         Waiting for the store inside the token warpgroup costs 10% of the pass.
         """
@@ -93,7 +96,7 @@ class ReverseScan(Scan):
                 self.store_piece(outputs, smem, pipe, self.piece(at, number), warp - 1)
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         else:
-            cute.arch.griddepcontrol_wait()  # this scan must not end before the forward scan
+            self.let_next_start()  # and do not end before the forward scan
 
     @cute.jit
     def store_piece(self, outputs, smem, pipe, p, group):

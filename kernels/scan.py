@@ -78,6 +78,7 @@ class Scan:
     inputs = ("q", "k", "v", "do")
     backward: bool  # chunks are taken from the last to the first
     loads_statistics = False  # r and h, which another pass wrote
+    reads_again = True  # a token warpgroup its own rows in a stage, behind its products
     state_threads = 2 * WARPGROUP  # that hand over copies of the state: the state warpgroup and a token warpgroup
     consumer_warps: int  # warps that release a stage: state 4, one token warpgroup 4, helpers
 
@@ -262,7 +263,10 @@ class Scan:
                 pipe.producer_acquire(stage)
                 barriers = self.full_barriers(smem, pipe, stage, len(sides))
                 policy = self.l2_policy(p, chunk)
-                for (atom, shared, source), barrier in zip(sides, barriers, strict=True):
+                for side, ((atom, shared, source), barrier) in enumerate(zip(sides, barriers, strict=True)):
+                    if cutlass.const_expr(side == len(self.inputs)):
+                        if p.position + step == 0:
+                            self.await_statistics(at)
                     target = shared[None, stage.index]
                     cute.copy(atom, source[None, chunk], target, tma_bar_ptr=barrier, cache_policy=policy)
                 stage.advance()
@@ -277,9 +281,13 @@ class Scan:
 
     @cute.jit
     def await_inputs(self, at):
-        """What the kernel before writes is there; the next one may start."""
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        """The inputs are there, which the kernel before the call may have written. Behind a pass of the same call they are,
+        since it has waited itself before it let this one start: their loads begin while it still runs."""
+        if at.hands_on != HandsOn.SUMS:
+            cute.arch.griddepcontrol_wait()
+
+    def await_statistics(self, at):
+        """r and h are there, if the pass reads them."""
 
     def rows_flag(self, at, group):
         """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h of its chunks are
@@ -299,7 +307,14 @@ class Scan:
 
     @cute.jit
     def help(self, outputs, smem, pipe, at, warp):
-        """Warps 1 to 3: nothing, unless the pass has work for them."""
+        """Warps 1 to 3, of which the last lets the next kernel start: nothing else, unless the pass has work for them."""
+        if warp == 3:
+            self.let_next_start()
+
+    def let_next_start(self):
+        """Once the kernel before is through: who runs then knows that all kernels but the one before it are."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def carry_state(self, smem, pipe, at):
@@ -500,17 +515,18 @@ class Scan:
             if turn + 1 < mine:
                 sync.arrive(Barrier.STATE_FREE, parts.group, self.state_threads)
             g = self.placed(parts, thread)
-            rows = self.late_rows(g, stage.index, work)
+            if cutlass.const_expr(self.reads_again):
+                rows = self.own_rows(g, stage.index)
+            else:
+                rows = work.rows
+                pipe.consumer_release(stage)
             results = self.token_adjoint(g, p, chunk, work, rows)
             self.write_rows(outputs, g, p, chunk, results)
-            pipe.consumer_release(stage)  # behind the stores of what was read: ptxas lets it pass loads under way
+            if cutlass.const_expr(self.reads_again):
+                pipe.consumer_release(stage)  # behind the stores of what was read: ptxas lets it pass loads under way
 
     def await_chunk(self, g, pipe, stage):
         pipe.consumer_wait(stage)
-
-    def late_rows(self, g, stage, work):
-        """The rows that `token_adjoint` needs; the stage is released behind them."""
-        return self.own_rows(g, stage)
 
     def own_rows(self, g, stage):
         """The rotated rows (q, in the reverse scan k) of this thread's two tokens."""

@@ -176,7 +176,7 @@ class ReverseState(SegmentState):
     backward = True
     loads_statistics = True
     state_products = ReverseScan.state_products
-    await_inputs = ReverseScan.await_inputs
+    await_inputs, await_statistics = ReverseScan.await_inputs, ReverseScan.await_statistics
 
     def outputs(self, tensors):
         c = self.config
@@ -203,12 +203,13 @@ class StateSum:
 
     @cute.kernel
     def kernel(self, states: Int64, stride: Int32, chunks_per_cta: Int32):
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         block, sequence, _ = cute.arch.block_idx()
         first = sequence * stride // chunks_per_cta
         last = ((sequence + 1) * stride - 1) // chunks_per_cta  # the CTA that ends the sequence: nobody goes on from there
         column = states + 16 * (Int64(block) * WARPGROUP + cute.arch.thread_idx()[0])
+        first, last = recompute(first), recompute(last)  # divisions, while the kernel before still runs
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         total = [Float32(0.0)] * 4
         for start in cutlass.range(first, last, AT_ONCE, unroll=1):
             values = self.load_slots(column, start, last)

@@ -66,13 +66,13 @@ class Outputs(NamedTuple):
 
 class Sweep(WholeSequences, ReverseScan):
     loads_statistics = False
+    reads_again = False
     issue_inter = ForwardScan.issue_inter
     statistics = ForwardScan.statistics
     state_threads = PUBLISHERS
     before_barrier, before_threads = Barrier.BEFORE_FULL, PUBLISHERS
     consumer_warps = 9  # warp 3 too
     inputs = ("k", "v", "q", "do")  # the state is rewound with k and v, so they come first, on an mbarrier of their own
-    await_inputs = Scan.await_inputs
 
     def outputs(self, tensors):
         return Outputs(tensors.dq, tensors.dk, tma_store(tensors.dv, smem_layout(STORED), STORED))
@@ -123,7 +123,7 @@ class Sweep(WholeSequences, ReverseScan):
         for number in cutlass.range(at.pieces, unroll=1):
             p = self.piece(at, number)
             if warp == 3:
-                cute.arch.griddepcontrol_wait()
+                self.let_next_start()
                 self.publish_normalisers(smem, pipe, p)
             else:
                 self.build_keys(smem, pipe, p)
@@ -417,9 +417,6 @@ class Sweep(WholeSequences, ReverseScan):
         """64 columns into staging tile `number` of the warpgroup's two."""
         tile = g.staged.at((2 * g.place + number) * (2 * self.config.chunk * 64))
         store_words(tile, g.row - g.lane // 4, g.lane, words)
-
-    def late_rows(self, g, stage, work):
-        return work.rows
 
     def finish_dq(self, at, work, half):
         """dq of the own entries of row `half`."""

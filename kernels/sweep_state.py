@@ -100,7 +100,7 @@ class SweepState(WholeSequences, SegmentState):
     def help(self, outputs, smem, pipe, at, warp):
         """Warp 3 sums the normaliser."""
         if warp == 3:
-            cute.arch.griddepcontrol_wait()
+            self.let_next_start()
             for number in cutlass.range(at.pieces, unroll=1):
                 self.sum_normalisers(smem, pipe, self.piece(at, number))
 

@@ -98,6 +98,16 @@ def descriptors_of(row: config.ScanConfig) -> dict[str, int]:
     return dict(zip(DESCRIPTORS[row.scan], positions, strict=True))
 
 
+def settled(row: config.ScanConfig, plan: Schedule) -> tuple[str, ...]:
+    """What a pass loads that the kernel before does not write: the inputs, if that is a pass of the same call; r and h, if it
+    is not the forward scan."""
+    begins = ("forward_state", "output_state", "sweep_state")
+    if row.scan in begins or (row.scan in ("forward_scan", "output") and plan.hands_on != HandsOn.SUMS):
+        return ()
+    inputs = ("q", "k", "v", "do")
+    return (*inputs, "rh") if row.scan == "reverse_scan" and plan.hands_on == HandsOn.SUMS else inputs
+
+
 def flag_addresses(count: int) -> list[int]:
     return [FLAGS + 4 * i for i in range(count)]
 
@@ -212,6 +222,7 @@ def run_pass(
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
     maps = {position: tensor_map(row, name, tensors[name]) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
+    machine.settled = {position for name, position in descriptors_of(row).items() if name in settled(row, plan)}
     handed_on = plan.hands_on in (HandsOn.STATE, HandsOn.ROWS)
     if late and not (row.scan == "reverse_scan" and plan.hands_on == HandsOn.ROWS):
         machine.kernel_before = lambda: heap.copy_in(machine)

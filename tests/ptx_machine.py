@@ -32,7 +32,7 @@ EFFECTS = (
     "bar",
     "wait",
     "spin",
-    "griddepcontrol.wait",
+    "griddepcontrol",
     "setmaxnreg",
     "mbarrier",
     "cp.async.bulk.tensor",
@@ -213,6 +213,7 @@ class Machine:
         self.memory = np.full(global_bytes // 4 + 1, 0x7FC07FC0, np.uint32)
         self.flags: dict[int, int] = {}
         self.kernel_before: Callable | None = None  # what it still does, once nothing else can go on
+        self.settled: set[int] = set()  # descriptors of what it does not write
         self.arriving: list[Callable] = []  # bulk loads that have been issued, with `late`
         self.launch_registers = 65536 // threads // 8 * 8
         self.code = [compile_instruction(self, instruction) for instruction in program.instructions]
@@ -340,7 +341,7 @@ def compile_instruction(machine: Machine, instruction: Instruction) -> tuple:
     return guard, negated, None, False, handler(machine, name, operands)
 
 
-NOTHING = ("nop", "fence", "griddepcontrol.launch_dependents", "prefetch", "cp.async.bulk.prefetch", "bar.warp", "wgmma.fence")
+NOTHING = ("nop", "fence", "prefetch", "cp.async.bulk.prefetch", "bar.warp", "wgmma.fence")
 
 
 def find(table: dict[str, Callable], name: str) -> Callable | None:
@@ -802,6 +803,16 @@ def grid_wait(machine, name, operands):
     return execute
 
 
+def let_next_start(machine, name, operands):
+    """Kernels count on it that the one before has waited for all others."""
+
+    def execute(unit, active):
+        assert not machine.kernel_before, "the next kernel is let start before the kernel before is through"
+        yield "moved"
+
+    return execute
+
+
 def spin(machine, name, operands):
     address = reader(machine, operands[0])
 
@@ -873,11 +884,12 @@ def bulk_copy(machine, name, operands):
     shared, barrier_address = reader(machine, shared_side), reader(machine, operands[2]) if is_load else None
 
     def execute(unit, active):
-        assert not machine.kernel_before, "a bulk copy that does not wait for the kernel before"
         warps = active.reshape(-1, WARP)
         for lane in WARP * np.flatnonzero(warps.any(1)) + warps.argmax(1)[warps.any(1)]:
             parameter, *coordinates = (int(signed(full(unit, part(unit))[lane], "s")) for part in parts)
             unit.cta.copies.append(("load" if is_load else "store", parameter, tuple(coordinates)))
+            early = is_load and parameter in machine.settled
+            assert early or not machine.kernel_before, "a bulk copy that does not wait for the kernel before"
             source = machine.maps.get(parameter)
             box = unit.cta, source, tuple(coordinates), lane_value(unit, shared, lane), is_load
             if is_load:
@@ -933,6 +945,7 @@ EFFECT_HANDLERS: dict[str, Callable] = {
     "wait": wait,
     "spin": spin,
     "griddepcontrol.wait": grid_wait,
+    "griddepcontrol.launch_dependents": let_next_start,
     "st.release": store_flag,
     "bar.sync": named_barrier,
     "bar.arrive": named_barrier,
