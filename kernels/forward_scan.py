@@ -78,9 +78,9 @@ class ForwardScan(Scan):
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def help(self, outputs, smem, pipe, at, warp):
-        if at.hands_on != HandsOn.ROWS:
-            super().help(outputs, smem, pipe, at, warp)
+    def let_next_start(self, problem):
+        if problem.hands_on != HandsOn.ROWS:
+            super().let_next_start(problem)
 
     @cute.jit
     def finish(self, at, group, thread):

@@ -86,17 +86,16 @@ class ReverseScan(Scan):
         return partial(ScaledProducts, scale=at.scale, weight=r)
 
     @cute.jit
-    def help(self, outputs, smem, pipe, at, warp):
+    def help(self, outputs, smem, pipe, problem, warp):
         """Warps 1, 2: each stores dv of one token warpgroup from the chunk's v tile, then releases the stage.
 
         Waiting for the store inside the token warpgroup costs 10% of the pass.
         """
         if warp <= self.config.token_warpgroups:
+            at = self.place(problem, smem)
             for number in cutlass.range(at.pieces, unroll=1):
                 self.store_piece(outputs, smem, pipe, self.piece(at, number), warp - 1)
             cute.arch.cp_async_bulk_wait_group(0, read=False)
-        else:
-            self.let_next_start()  # and do not end before the forward scan
 
     @cute.jit
     def store_piece(self, outputs, smem, pipe, p, group):

@@ -184,7 +184,9 @@ class Scan:
             if warp == 0:
                 self.load(loads, outputs, smem, pipe, self.place(problem, smem))
             else:
-                self.help(outputs, smem, pipe, self.place(problem, smem), warp)
+                if warp == 3:
+                    self.let_next_start(problem)
+                self.help(outputs, smem, pipe, problem, warp)
         else:
             if warp < 8:
                 if problem.hands_on != HandsOn.ROWS:  # then no state is loaded
@@ -305,14 +307,13 @@ class Scan:
             sides.append((rows.atom, *tma_partition_statistics(rows, smem.statistics, self.config.chunk, p.head, p.batch)))
         return sides
 
-    @cute.jit
-    def help(self, outputs, smem, pipe, at, warp):
-        """Warps 1 to 3, of which the last lets the next kernel start: nothing else, unless the pass has work for them."""
-        if warp == 3:
-            self.let_next_start()
+    def help(self, outputs, smem, pipe, problem, warp):
+        """Warps 1 to 3: nothing, unless the pass has work for them."""
 
-    def let_next_start(self):
-        """Once the kernel before is through: who runs then knows that all kernels but the one before it are."""
+    @cute.jit
+    def let_next_start(self, problem):
+        """Once the kernel before is through, so that this one does not end before it: who runs knows that all kernels but the
+        one before it are through."""
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 

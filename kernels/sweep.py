@@ -118,12 +118,12 @@ class Sweep(WholeSequences, ReverseScan):
     # ---- warps 1 to 3 ----
 
     @cute.jit
-    def help(self, outputs, smem, pipe, at, warp):
+    def help(self, outputs, smem, pipe, problem, warp):
         """Warp 3 publishes the normalisers, warps 1 and 2 build the features of the keys."""
+        at = self.place(problem, smem)
         for number in cutlass.range(at.pieces, unroll=1):
             p = self.piece(at, number)
             if warp == 3:
-                self.let_next_start()
                 self.publish_normalisers(smem, pipe, p)
             else:
                 self.build_keys(smem, pipe, p)

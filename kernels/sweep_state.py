@@ -97,10 +97,10 @@ class SweepState(WholeSequences, SegmentState):
         return parts
 
     @cute.jit
-    def help(self, outputs, smem, pipe, at, warp):
+    def help(self, outputs, smem, pipe, problem, warp):
         """Warp 3 sums the normaliser."""
         if warp == 3:
-            self.let_next_start()
+            at = self.place(problem, smem)
             for number in cutlass.range(at.pieces, unroll=1):
                 self.sum_normalisers(smem, pipe, self.piece(at, number))
 

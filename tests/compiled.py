@@ -239,10 +239,11 @@ def run_pass(
 
 
 def run_sum(row: config.ScanConfig, states: Tensor, sequences: int, stride: int, chunks_per_cta: int) -> None:
-    """One launch of the sum of states along sequences."""
-    program, heap = compiled_program(row), Heap()
-    parameters = {0: heap.add(states), 1: stride, 2: chunks_per_cta}
-    machine = ptx_machine.Machine(program, 128, parameters, {}, heap.end)
+    """One launch of the sum of states along sequences: up to 16 groups of threads in a block, for 8 states each."""
+    program, heap, threads = compiled_program(row), Heap(), 256
+    groups = next(n for n in (1, 2, 4, 8, 16) if n == 16 or -(-stride // chunks_per_cta) - 1 <= 8 * n)
+    parameters = {0: heap.add(states), 1: stride, 2: chunks_per_cta, 3: groups}
+    machine = ptx_machine.Machine(program, threads, parameters, {}, heap.end)
     heap.copy_in(machine)
-    machine.run(-(-config.state_size(row.key_dim, row.value_dim) // 512), sequences)
+    machine.run(groups * config.state_size(row.key_dim, row.value_dim) // (4 * threads), sequences)
     heap.copy_out(machine)

@@ -415,6 +415,7 @@ INTEGERS: dict[str, Callable] = {
     "xor": lambda a, b: a ^ b,
     "not": lambda a: ~a,
     "neg": lambda a: -a,
+    "abs": np.abs,
     "min": np.minimum,
     "max": np.maximum,
     "div": lambda a, b: np.trunc(a.astype(np.float64) / b).astype(np.int64),
@@ -460,7 +461,7 @@ def arithmetic(machine: Machine, name: str, operands: tuple[str, ...]) -> Callab
 
     else:
         function = INTEGERS[operation]
-        as_signed = operation in ("shr", "min", "max", "div", "neg")
+        as_signed = operation in ("shr", "min", "max", "div", "neg", "abs")
         unsigned = kind[0] == "u" or (operation == "shr" and kind[0] == "b")
 
         def execute(unit, active):
