@@ -4,6 +4,7 @@ A row is the whole compile key of its kernel, the key of the object cache and th
 """
 
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from .features import feature_count
 
@@ -258,12 +259,28 @@ def sweep_sizes(sequences: int, chunks: int, key_dim: int, value_dim: int) -> tu
     return states, sequences * chunks * NORMALISER_WORDS
 
 
-def chained_work(key_dim: int) -> float:
-    """Time of a chunk where CTAs take up sequences at different places, against CTAs that walk side by side. With K = 8 the
-    rows of q and k are 16 bytes, and neighbouring heads that walk side by side share every 32-byte sector."""
-    return 1.42 if key_dim == 8 else 1.07
+class Work(NamedTuple):
+    """Times that decide how sequences are cut (schedule.py), in that of a chunk of a call's scans whose CTAs walk side by side.
+
+    chained       a chunk where CTAs take up sequences at different places. With K = 8 the rows of q and k are 16 bytes, and
+                  neighbouring heads that walk side by side share every 32-byte sector
+    whole         a chunk of a sequence that is not cut: a sweep takes 0.91 at V = 128 and 0.87 at 64
+    read_twice    more for each chunk that the passes that sum states read once more
+    halves, ranges, parts
+                  what begins and ends more passes: where sequences are cut in two; in more, and states are added up along
+                  them; in a long and a short part
+    """
+
+    chained: float
+    whole: float = 1.0
+    read_twice: float = 0.3
+    halves: float = 2.5
+    ranges: float = 4.6
+    parts: float = 9.0
 
 
-def whole_work(kind: str, key_dim: int, value_dim: int) -> float:
-    """Time of a chunk of a sequence that is not cut, against that in scans: a sweep takes 0.91 at V = 128 and 0.87 at 64."""
-    return 0.91 if has_sweep(kind, key_dim, value_dim) else 1.0
+def work(kind: str, key_dim: int, value_dim: int) -> Work:
+    """By fit to 1 to 96 sequences of 256 to 8192 tokens at (16, 128) (docs/performance.md), where a chunk takes 4.05 us in a
+    backward and 1.7 in a forward."""
+    starts = {"halves": 4.4, "ranges": 7.0} if kind == "forward" else {}
+    return Work(1.42 if key_dim == 8 else 1.07, 0.91 if has_sweep(kind, key_dim, value_dim) else 1.0, **starts)

@@ -4,7 +4,8 @@ The chunks of all sequences, one sequence for each (batch, head), stand one afte
 ranges (schedule.py). One CTA scans one range, piece by piece, a piece being what the range holds of one sequence. 16 warps:
 
     warp 0            loads q, k, v, do (and r, h) of a chunk into a stage of the ring
-    warps 1, 2, 3     helpers of the pass (the reverse scan stores dv through them, one for each token warpgroup)
+    warps 1, 2, 3     helpers of the pass (the reverse scan stores dv through them, one for each token warpgroup); warp 3 lets
+                      the next kernel start
     warps 4..7        the state warpgroup: S^T (V x F) in its accumulators, the normaliser beside it. Per chunk: build
                       phi, S^T += x^T phi, publish the bf16 copy for the next chunk
     warps 8..11, ...  token warpgroups that take chunks in turn: everything a chunk's own tokens need

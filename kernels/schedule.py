@@ -8,12 +8,7 @@ state must get across it (HandsOn.STATE and SUMS).
 import enum
 from typing import NamedTuple
 
-from .config import TOKEN_WARPGROUPS
-
-# Time of a scan whose states at the cuts are computed beforehand, in chunks of the scan alone: by fit to (B H, T) =
-# (64, 8192) and (32, 8192) at K = 16, V = 128, where a chunk of both scans takes 4.2 us.
-SUMMED_WORK = 0.3  # more for each chunk that is read twice
-SUMMED_START = 9
+from .config import TOKEN_WARPGROUPS, Work
 
 
 class HandsOn(enum.IntEnum):
@@ -56,27 +51,24 @@ class Schedule(NamedTuple):
         return {HandsOn.STATE: 1, HandsOn.ROWS: TOKEN_WARPGROUPS}.get(self.hands_on, 0) * self.ctas
 
 
-def schedule(sequences: int, chunks: int, processors: int, chained_work: float, whole_work: float = 1.0) -> Schedule:
-    """The schedule of `sequences` sequences of `chunks` chunks on a card of `processors` SMs, one CTA each.
-
-    chained_work: time of a chunk where CTAs take up sequences at different places, against that of one whose CTAs walk side
-    by side (config.py). whole_work: the same of a chunk of a sequence that is not cut, where another kernel takes those.
-    """
+def schedule(sequences: int, chunks: int, processors: int, work: Work) -> Schedule:
+    """The schedule of `sequences` sequences of `chunks` chunks on a card of `processors` SMs, one CTA each, that takes least
+    time by `work` (config.py)."""
     waves = -(-sequences // processors)
-    whole = whole_work * waves * chunks
+    whole = work.whole * waves * chunks
     if waves > 1:
         per_cta = -(-sequences * chunks // processors)
-        if chained_work * per_cta < whole:
+        if work.chained * per_cta < whole:
             return Schedule(-(-sequences * chunks // per_cta), per_cta, chunks, HandsOn.STATE)
     elif 2 * sequences <= processors:
         per_cta = -(-chunks // (processors // sequences))
-        if (1 + SUMMED_WORK) * per_cta + SUMMED_START < whole:
-            ranges = -(-chunks // per_cta)
+        ranges = -(-chunks // per_cta)
+        if (1 + work.read_twice) * per_cta + (work.ranges if ranges > 2 else work.halves) < whole:
             return Schedule(sequences * ranges, per_cta, ranges * per_cta, HandsOn.SUMS)
     elif sequences < processors:
         several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
         first = chunks // (several + 1)
-        if chunks - first + SUMMED_WORK * first + SUMMED_START < whole:
+        if chunks - first + work.read_twice * first + work.parts < whole:
             return Schedule(sequences + -(-sequences // several), several * first, first, HandsOn.SUMS, sequences)
     return Schedule(sequences, chunks, chunks, HandsOn.ROWS if waves == 1 else HandsOn.NOTHING)
 

@@ -49,7 +49,6 @@ from .blocks.tiles import STORED, SwizzledTile, TmaTensor, smem_layout, store_wa
 from .config import CHECKPOINT
 from .forward_scan import ROOT_HALF, ROOT_TWO, ForwardScan
 from .reverse_scan import ReverseScan
-from .scan import Scan
 from .sweep_state import WholeSequences
 
 BUILDERS = WARPGROUP + 2 * WARP  # of the features of the keys, which the state warpgroup multiplies

@@ -30,7 +30,7 @@ sizes = {"sequences": st.integers(1, 600), "chunks": st.integers(1, 200), "proce
 
 @given(**sizes, key_dim=st.sampled_from([8, 16]))
 def test_every_chunk_is_in_one_piece(sequences, chunks, processors, key_dim):
-    plan = schedule(sequences, chunks, processors, config.chained_work(key_dim))
+    plan = schedule(sequences, chunks, processors, config.work("forward", key_dim, 64))
     seen = [
         (sequence, chunk)
         for _, _, sequence, step, count, _ in pieces_of(plan, sequences, chunks)
@@ -44,7 +44,7 @@ def test_every_chunk_is_in_one_piece(sequences, chunks, processors, key_dim):
 def test_states_are_there_when_they_are_asked_for(sequences, chunks, processors, key_dim):
     """A piece that starts inside a sequence continues the CTA before. Chained, that CTA made the state its first piece, and
     this one asks for it last; so no CTA waits for one that waits, and none for a later one."""
-    plan = schedule(sequences, chunks, processors, config.chained_work(key_dim))
+    plan = schedule(sequences, chunks, processors, config.work("forward", key_dim, 64))
     cut = list(pieces_of(plan, sequences, chunks))
     last_number = {cta: number for cta, number, *_ in cut}
     for cta, number, sequence, step, count, _ in cut:
@@ -60,7 +60,7 @@ def test_states_are_there_when_they_are_asked_for(sequences, chunks, processors,
 
 @given(**sizes)
 def test_positions_count_the_chunks_before(sequences, chunks, processors):
-    plan = schedule(sequences, chunks, processors, 1.07)
+    plan = schedule(sequences, chunks, processors, config.Work(1.07))
     done: dict[int, int] = {}
     for cta, _, _, _, count, position in pieces_of(plan, sequences, chunks):
         assert position == done.get(cta, 0)
@@ -81,24 +81,26 @@ def test_positions_count_the_chunks_before(sequences, chunks, processors):
         (264, 128, HandsOn.NOTHING, 128),  # two full waves
         (8, 2048, HandsOn.SUMS, 128),
         (16, 32, HandsOn.SUMS, 4),
-        (1, 4, HandsOn.ROWS, 4),  # too short to pay for the passes that sum states
+        (16, 6, HandsOn.SUMS, 1),
+        (64, 8, HandsOn.SUMS, 4),
+        (32, 6, HandsOn.ROWS, 6),  # too short to pay for the passes that sum states
+        (1, 5, HandsOn.ROWS, 5),
     ],
 )
 def test_choice_on_132_processors(sequences, chunks, hands_on, share):
-    plan = schedule(sequences, chunks, 132, config.chained_work(16))
+    plan = schedule(sequences, chunks, 132, config.work("backward", 16, 128))
     assert (plan.hands_on, max(plan.chunks_per_cta, chunks - plan.stride)) == (hands_on, share)
 
 
 def test_no_key_dim_of_8_is_chained_for_a_few_percent():
-    assert schedule(256, 128, 132, config.chained_work(8)).hands_on == HandsOn.NOTHING
-    assert schedule(144, 128, 132, config.chained_work(8)).hands_on == HandsOn.STATE
+    assert schedule(256, 128, 132, config.work("forward", 8, 64)).hands_on == HandsOn.NOTHING
+    assert schedule(144, 128, 132, config.work("forward", 8, 64)).hands_on == HandsOn.STATE
 
 
 def test_fewer_sequences_are_cut_where_a_sweep_takes_whole_ones():
     for sequences, alone, beside_a_sweep in ((176, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.ROWS)):
         for kind, expected in (("forward", alone), ("backward", beside_a_sweep)):
-            work = config.chained_work(8), config.whole_work(kind, 8, 128)
-            assert schedule(sequences, 128, 132, *work).hands_on == expected
+            assert schedule(sequences, 128, 132, config.work(kind, 8, 128)).hands_on == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,8 +225,7 @@ def test_calls_in_a_queue_do_not_see_each_other(monkeypatch, rule, length):
 def test_real_card_cuts_these(shape):
     batch, length, heads, key_dim, value_dim = shape
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    work = config.chained_work(key_dim), config.whole_work("backward", key_dim, value_dim)
-    plan = schedule(batch * heads, math.ceil(length / 64), processors, *work)
+    plan = schedule(batch * heads, math.ceil(length / 64), processors, config.work("backward", key_dim, value_dim))
     if plan.hands_on in UNCUT:
         pytest.skip(f"not on {processors} SMs")
     result = accuracy.check_shape(shape, "cute", "cuda")
@@ -242,6 +243,6 @@ def test_scratch_is_one_state_a_cta(monkeypatch, rule):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     outputs = sum(x.numel() * x.element_size() for x in call())
-    states = 4 * config.state_size(16, 128) * rule(16, 64, 132, 1.0).slots
+    states = 4 * config.state_size(16, 128) * rule(16, 64, 132).slots
     scratch = torch.cuda.max_memory_allocated() - before - outputs
     assert states <= scratch <= states + 8 * 2 * 4096 * 8 + (1 << 20)

@@ -527,8 +527,7 @@ def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> 
     """The plan of a "forward" or a "backward" for q of shape `keys`."""
     batch, length, heads, key_dim = keys
     sequences, chunks = batch * heads, -(-length // config.CHUNK)
-    work = config.chained_work(key_dim), config.whole_work(kind, key_dim, value_dim)
-    cut = schedule(sequences, chunks, _processors(device), *work)
+    cut = schedule(sequences, chunks, _processors(device), config.work(kind, key_dim, value_dim))
     way = _way(kind, cut, key_dim, value_dim)
     if cut.hands_on == HandsOn.ROWS and (kind == "forward" or way == "swept"):  # there is no reverse scan
         cut = cut._replace(hands_on=HandsOn.NOTHING)
