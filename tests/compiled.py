@@ -71,11 +71,11 @@ def control_program(row: config.ScanConfig) -> ptx_machine.Program:
     return ptx_machine.slice_control(compiled_program(row))
 
 
-def without(program: ptx_machine.Program, name: str) -> ptx_machine.Program:
-    """The program less the last instruction of that name: a fault for tests to find."""
-    last = max(i for i, x in enumerate(program.instructions) if x.name.startswith(name))
+def without(program: ptx_machine.Program, name: str, which: int = -1) -> ptx_machine.Program:
+    """The program less one instruction of that name, the last one: a fault for tests to find."""
+    place = [i for i, x in enumerate(program.instructions) if x.name.startswith(name)][which]
     instructions = list(program.instructions)
-    instructions[last] = ptx_machine.Instruction(None, "nop", ())
+    instructions[place] = ptx_machine.Instruction(None, "nop", ())
     return replace(program, instructions=instructions)
 
 
