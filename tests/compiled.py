@@ -72,7 +72,7 @@ def control_program(row: config.ScanConfig) -> ptx_machine.Program:
 
 
 def without(program: ptx_machine.Program, name: str, which: int = -1) -> ptx_machine.Program:
-    """The program less one instruction of that name, the last one: a fault for tests to find."""
+    """The program less number `which` of the instructions of that name: a fault for tests to find."""
     place = [i for i, x in enumerate(program.instructions) if x.name.startswith(name)][which]
     instructions = list(program.instructions)
     instructions[place] = ptx_machine.Instruction(None, "nop", ())
