@@ -165,7 +165,7 @@ def compile_rows(kind: str, rows: tuple[ScanConfig, ...]):
     tensors = [tokenwise(widths[width]) for width in named]
     if kind == "forward":
         tensors.append(contiguous(cutlass.Float32, batch, heads, tokens))
-    numbers = (cutlass.Float32(1.0), *[cutlass.Int32(1)] * 5, *[cutlass.Int64(1)] * 2)
+    numbers = (cutlass.Float32(1.0), *[cutlass.Int32(1)] * 6, *[cutlass.Int64(1)] * 2)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     arguments = (*tensors, contiguous(cutlass.BFloat16, halves), *numbers, stream)
     return cute.compile(OPERATIONS[kind](rows), *arguments, options=f"--enable-tvm-ffi --gpu-arch {ARCH}")

@@ -139,7 +139,7 @@ class ScanConfig:
         in the output pass a tile of o, in a sweep both again for the other state, two tiles of 64 columns, and r and h; and for
         all of them a tile of ones."""
         features = 2 * self.feature_tiles * self.chunk * self.features
-        barriers = 8 * self.barriers + 4 * 4  # and the four words of the range
+        barriers = 8 * self.barriers + 4 * 8  # and the eight words of the range
         total = self.stages * self.tile_bytes + features + barriers
         if self.publishes:
             published = 2 * self.value_dim * self.features + 4 * 2 * self.padded_key_dim**2

@@ -38,10 +38,11 @@ class Launch:
         self.passes = [PASSES[row.scan](row) for row in rows]
 
     def run(self, tensors, scratch, scale, cut, stream):
-        *schedule, states_at, flags_at = cut
+        ctas, runs, *schedule, states_at, flags_at = cut
         batch, tokens, heads, _ = tensors.q.shape
         words = scratch.iterator.toint()
-        problem = Problem(tokens, heads, batch * heads, scale, *schedule, words + 4 * states_at, words + 4 * flags_at)
+        of_a_run = batch * heads // runs, scale, runs, ctas // runs
+        problem = Problem(tokens, heads, *of_a_run, *schedule, words + 4 * states_at, words + 4 * flags_at)
         for launched in self.passes:
             launched.start(tensors, problem, stream)
 
@@ -60,6 +61,7 @@ class Forward(Launch):
         scratch: cute.Tensor,
         scale: Float32,
         ctas: Int32,
+        runs: Int32,
         stride: Int32,
         chunks_per_cta: Int32,
         late_ctas: Int32,
@@ -68,7 +70,7 @@ class Forward(Launch):
         flags_at: Int64,
         stream,
     ):
-        cut = (ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
+        cut = (ctas, runs, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
         self.run(SimpleNamespace(q=q, k=k, v=v, o=o, r=r), scratch, scale, cut, stream)
 
 
@@ -89,6 +91,7 @@ class Backward(Launch):
         scratch: cute.Tensor,
         scale: Float32,
         ctas: Int32,
+        runs: Int32,
         stride: Int32,
         chunks_per_cta: Int32,
         late_ctas: Int32,
@@ -97,7 +100,7 @@ class Backward(Launch):
         flags_at: Int64,
         stream,
     ):
-        cut = (ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
+        cut = (ctas, runs, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
         tensors = SimpleNamespace(q=q, k=k, v=v, do=do, dq=dq, dk=dk, dv=dv, statistics=statistics_in(scratch, q))
         self.run(tensors, scratch, scale, cut, stream)
 

@@ -1,6 +1,6 @@
 """The body that all scans share: storage, TMA loads, warp roles, and the warpgroup that carries the state.
 
-The chunks of all sequences, one sequence for each (batch, head), stand one after the other on a tape that is cut into equal
+The chunks of all sequences, one sequence for each (batch, head), stand one after the other on tapes that are cut into equal
 ranges (schedule.py). One CTA scans one range, piece by piece, a piece being what the range holds of one sequence. 16 warps:
 
     warp 0            loads q, k, v, do (and r, h) of a chunk into a stage of the ring
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, select_
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, select_
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -45,15 +45,24 @@ from .blocks.tiles import (
     tma_partition_statistics,
 )
 from .config import ScanConfig, state_size
-from .schedule import HandsOn, piece, pieces, range_of
+from .schedule import Arithmetic, HandsOn, piece, range_of
 
-RANGE_WORDS = 4  # first, last, stride and offset of schedule.range_of
+RANGE_WORDS = 8  # those of schedule.range_of, the run, and the number of the CTA
+
+
+def quotient(a, b):
+    """As Uint32: with signs a division takes twice as many instructions, and each pass begins with some."""
+    return Int32(Uint32(a) // Uint32(b))
+
+
+DEVICE = Arithmetic(select_, cutlass.min, cutlass.max, quotient)
 
 
 class Problem(NamedTuple):
     """One launch: the sizes, the factor of q.k, and how the tape is cut.
 
-    ctas, stride, chunks_per_cta, late_ctas, hands_on: as in schedule.Schedule.
+    runs, stride, chunks_per_cta, late_ctas, hands_on: as in schedule.Schedule.
+    sequences, ctas: of one run.
     states: address of one slot a CTA, fp32; what is not handed on is there before the launch.
     flags: address of one word a CTA, zero before and after the launch, where states are handed on; where r and h are, of one
     for each token warpgroup of a CTA; in a sweep, of the normalisers before the chunks.
@@ -63,6 +72,7 @@ class Problem(NamedTuple):
     heads: Int32
     sequences: Int32
     scale: Float32
+    runs: Int32
     ctas: Int32
     stride: Int32
     chunks_per_cta: Int32
@@ -93,7 +103,7 @@ class Scan:
         loads = tuple(tma_load(getattr(tensors, name), self.tiles()[name], self.tile_shape(name)) for name in self.inputs)
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(loads, self.outputs(tensors), problem).launch(
-            grid=[problem.ctas, 1, 1],
+            grid=[problem.ctas, problem.runs, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -201,17 +211,18 @@ class Scan:
     def write_range(self, problem, address):
         """The CTA's range of the tape, for all roles; the barrier behind the set-up of the ring makes it visible."""
         sizes = (problem.sequences, self.chunks(problem), problem.stride, problem.chunks_per_cta, problem.late_ctas)
-        for i, word in enumerate(range_of(self.cta(problem), *sizes, select_, cutlass.min)):
+        number, run = self.block(problem)
+        for i, word in enumerate((*range_of(number, *sizes, DEVICE), run, run * problem.ctas + number)):
             write_word(address + 4 * i, word)
 
     def set_up_barriers(self, smem):
         """Those beside the ring's, by warp 0."""
 
-    def cta(self, problem):
-        """The CTA's number. Those of a backward pass start from the last, whose sequence the forward scan has just left in
-        the L2."""
-        block = cute.arch.block_idx()[0]
-        return problem.ctas - 1 - block if self.backward else block
+    def block(self, problem):
+        """The CTA's number in its run, and the run. Those of a backward pass start from the last, whose sequence the forward
+        scan has just left in the L2."""
+        number, run, _ = cute.arch.block_idx()
+        return (problem.ctas - 1 - number, problem.runs - 1 - run) if self.backward else (number, run)
 
     def chunks(self, problem):
         """Of one sequence."""
@@ -219,34 +230,34 @@ class Scan:
 
     def place(self, problem, smem):
         """The problem as a role sees it. The range is read from shared memory for every piece: in registers it is spilled."""
-        first, last, stride, _ = self.read_range(smem.range)
-        cta = self.cta(problem)
         return SimpleNamespace(
             **problem._asdict(),
             chunks=self.chunks(problem),
             range=smem.range,
-            pieces=pieces(first, last, stride),
-            cta=cta,
-            source=select_(cta < problem.late_ctas, cta, cta - 1),  # whose state the last piece may start from
+            pieces=self.read_range(smem.range)[5],
         )
 
     def read_range(self, address):
-        """(first, last, stride, offset)"""
+        """(first, last, stride, offset, place, pieces, run, cta)"""
         return [read_word(address + 4 * i) for i in range(RANGE_WORDS)]
 
     def piece(self, at, number):
         """Piece `number` of the range: `step` and `count` are its first step and its length, `chunk` the chunk of that step,
         `position` the chunks before it in this CTA."""
-        place = piece(*self.read_range(at.range), at.chunks, number, cutlass.max, cutlass.min)
-        sequence, step, count, position = place
+        *words, _, run, cta = self.read_range(at.range)
+        place, step, count, position = piece(*words, at.chunks, number, DEVICE)
+        sequence = place * at.runs + run
+        batch = quotient(sequence, at.heads)
         return SimpleNamespace(
             **vars(at),
-            batch=sequence // at.heads,
-            head=sequence % at.heads,
+            batch=batch,
+            head=sequence - batch * at.heads,
             step=step,
             chunk=at.chunks - 1 - step if self.backward else step,
             count=count,
             position=position,
+            cta=cta,
+            source=select_(cta < at.late_ctas, cta, cta - 1),  # whose state the last piece may start from
         )
 
     def chunk_of(self, p, turn):
@@ -295,7 +306,7 @@ class Scan:
     def rows_flag(self, at, group):
         """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h of its chunks are
         there, if it has any."""
-        return at.flags + 4 * (self.config.token_warpgroups * at.cta + group)
+        return at.flags + 4 * (self.config.token_warpgroups * self.read_range(at.range)[-1] + group)
 
     def load_sides(self, loads, outputs, smem, p):
         """(copy atom, shared side, global side) of each load of one sequence."""

@@ -1,11 +1,16 @@
 """How the chunks of a problem are dealt to CTAs. Plain integers, no DSL import.
 
-The chunks of all sequences (one for each batch and head) stand one after the other on a tape, cut into equal ranges, one for
-each CTA. A CTA takes the pieces of its range from the last sequence to the first. Where a cut falls inside a sequence, the
-state must get across it (HandsOn.STATE and SUMS).
+The sequences (one for each batch and head) are dealt to runs, in turn. The chunks of a run stand one after the other on a
+tape, cut into equal ranges, one for each CTA. A CTA takes the pieces of its range from the last sequence to the first. Where a
+cut falls inside a sequence, the state must get across it (HandsOn.STATE and SUMS).
+
+All runs are cut at the same places, so that their CTAs walk side by side through sequences that are neighbours in memory: a
+row of q or k is 32 bytes at K = 16 and 16 at K = 8, which is less than what the card reads at once.
 """
 
 import enum
+import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .config import TOKEN_WARPGROUPS, Work
@@ -31,14 +36,16 @@ class HandsOn(enum.IntEnum):
 
 
 class Schedule(NamedTuple):
-    """`ctas` CTAs. Those below `late_ctas` take one sequence each, from its chunk `stride` on; the others ranges of
-    `chunks_per_cta` chunks (the last may be shorter) of a tape on which a sequence takes `stride` chunks."""
+    """`ctas` CTAs, the same number in each of `runs` runs. Those below `late_ctas` take one sequence each, from its chunk
+    `stride` on (there is one run then); the others ranges of `chunks_per_cta` chunks (the last of a run may be shorter) of a
+    tape on which a sequence takes `stride` chunks."""
 
     ctas: int
     chunks_per_cta: int
     stride: int
     hands_on: HandsOn
     late_ctas: int = 0
+    runs: int = 1
 
     @property
     def slots(self) -> int:
@@ -73,43 +80,51 @@ def schedule(sequences: int, chunks: int, processors: int, work: Work) -> Schedu
     return Schedule(sequences, chunks, chunks, HandsOn.ROWS if waves == 1 else HandsOn.NOTHING)
 
 
-def range_of(cta, sequences, chunks, stride, chunks_per_cta, late_ctas, select=None, minimum=min) -> tuple:
-    """(first, last, stride, offset): the CTA's range [first, last) of a tape on which a sequence takes `stride` chunks and
-    begins with its chunk `offset`. On the device the numbers are run-time values, with their own select and minimum."""
-    select = select or (lambda condition, a, b: a if condition else b)
-    late = cta < late_ctas
-    first = select(late, cta * (chunks - stride), (cta - late_ctas) * chunks_per_cta)
-    last = select(late, first + (chunks - stride), minimum(first + chunks_per_cta, sequences * stride))
-    return first, last, select(late, chunks - stride, stride), select(late, stride, 0)
+class Arithmetic(NamedTuple):
+    """What the functions below need beside + - * and comparisons. On the device the numbers are run-time values (scan.py)."""
+
+    select: Callable  # (condition, if it holds, if not)
+    minimum: Callable
+    maximum: Callable
+    quotient: Callable  # of numbers that are not negative
 
 
-def summed_ranges(ctas, stride, chunks_per_cta, late_ctas, select=None) -> tuple:
+HOST = Arithmetic(lambda condition, a, b: a if condition else b, min, max, operator.floordiv)
+
+
+def range_of(number, sequences, chunks, stride, chunks_per_cta, late_ctas, on: Arithmetic = HOST) -> tuple:
+    """(first, last, stride, offset, place, pieces): the range [first, last) of CTA `number` of a run of so many sequences, on a
+    tape on which a sequence takes `stride` chunks and begins with its chunk `offset`; the place in the run of the last sequence
+    it touches, and how many it touches."""
+    late = number < late_ctas
+    first = on.select(late, number * (chunks - stride), (number - late_ctas) * chunks_per_cta)
+    last = on.select(late, first + (chunks - stride), on.minimum(first + chunks_per_cta, sequences * stride))
+    offset, stride = on.select(late, stride, 0), on.select(late, chunks - stride, stride)
+    place = on.quotient(last - 1, stride)
+    return first, last, stride, offset, place, place - on.quotient(first, stride) + 1
+
+
+def summed_ranges(ctas, stride, chunks_per_cta, late_ctas, on: Arithmetic = HOST) -> tuple:
     """(CTAs, chunks of a range) of the passes that sum states: the ranges or, where later parts of sequences are taken apart,
     what comes before them."""
-    select = select or (lambda condition, a, b: a if condition else b)
     late = late_ctas > 0
-    return select(late, late_ctas, ctas), select(late, stride, chunks_per_cta)
+    return on.select(late, late_ctas, ctas), on.select(late, stride, chunks_per_cta)
 
 
-def adds_up(stride, chunks_per_cta, late_ctas):
-    """Whether sums of states have to be added up along a sequence: not where each is cut once."""
-    return (late_ctas == 0) & (stride > 2 * chunks_per_cta)
+def adds_up(sequences, stride, chunks_per_cta, late_ctas):
+    """Whether sums of states have to be added up along a sequence, of so many in a run: not where each is cut once."""
+    return (late_ctas == 0) & ((stride > 2 * chunks_per_cta) | ((sequences > 1) & (stride > chunks_per_cta + 1)))
 
 
-def piece(first, last, stride, offset, chunks, number, maximum=max, minimum=min) -> tuple:
+def piece(first, last, stride, offset, place, chunks, number, on: Arithmetic = HOST) -> tuple:
     """Piece `number` of a range, the last sequence first: a piece that the next CTA continues is done at once, one that
     continues the CTA before is left to the end.
 
-    Returns (sequence, step, count, position): its sequence, its first chunk in the order of the scan, its length, and the
-    chunks before it in this range.
+    Returns (place, step, count, position): the place of its sequence in the run, its first chunk in the order of the scan, its
+    length, and the chunks before it in this range.
     """
-    sequence = (last - 1) // stride - number
-    start = sequence * stride
-    step = maximum(first - start, 0)
-    end = minimum(last - start, stride)
-    return sequence, offset + step, minimum(end, chunks) - step, last - start - end
-
-
-def pieces(first, last, stride):
-    """How many sequences the range [first, last) touches."""
-    return (last - 1) // stride - first // stride + 1
+    place = place - number
+    start = place * stride
+    step = on.maximum(first - start, 0)
+    end = on.minimum(last - start, stride)
+    return place, offset + step, on.minimum(end, chunks) - step, last - start - end

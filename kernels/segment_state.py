@@ -34,7 +34,7 @@ from .config import state_size
 from .forward_scan import ForwardScan
 from .output import OutputScan
 from .reverse_scan import ReverseScan
-from .scan import Scan
+from .scan import DEVICE, Scan, quotient
 from .schedule import HandsOn, adds_up, summed_ranges
 
 AT_ONCE = 8  # slots that a thread of StateSum loads together: one after the other they take 0.6 us each
@@ -56,7 +56,7 @@ class SegmentState(Scan):
     def start(self, tensors, problem, stream):
         """One range a CTA."""
         cut = problem.ctas, problem.stride, problem.chunks_per_cta, problem.late_ctas
-        ctas, chunks_per_cta = summed_ranges(*cut, select_)
+        ctas, chunks_per_cta = summed_ranges(*cut, DEVICE)
         numbers = {"ctas": ctas, "chunks_per_cta": chunks_per_cta, "late_ctas": 0, "hands_on": HandsOn.NOTHING}
         problem = problem._replace(**{name: Int32(number) for name, number in numbers.items()})
         super().start(tensors, problem, stream)
@@ -199,11 +199,12 @@ class StateSum:
 
     @cute.jit
     def start(self, tensors, problem, stream):
-        if adds_up(problem.stride, problem.chunks_per_cta, problem.late_ctas):
+        cut = problem.stride, problem.chunks_per_cta
+        if adds_up(problem.sequences, *cut, problem.late_ctas):
             groups = self.groups(cute.ceil_div(problem.stride, problem.chunks_per_cta) - 1)
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-            self.kernel(problem.states, problem.stride, problem.chunks_per_cta, groups).launch(
-                grid=[groups * (self.size // (4 * SUM_THREADS)), problem.sequences, 1],
+            self.kernel(problem.states, problem.ctas, *cut, groups).launch(
+                grid=[groups * (self.size // (4 * SUM_THREADS)), problem.sequences, problem.runs],
                 block=[SUM_THREADS, 1, 1],
                 stream=stream,
                 use_pdl=True,
@@ -217,12 +218,12 @@ class StateSum:
         return groups
 
     @cute.kernel
-    def kernel(self, states: Int64, stride: Int32, chunks_per_cta: Int32, groups: Int32):
-        block, sequence, _ = cute.arch.block_idx()
+    def kernel(self, states: Int64, ctas: Int32, stride: Int32, chunks_per_cta: Int32, groups: Int32):
+        block, sequence, run = cute.arch.block_idx()
         thread, width = Uint32(cute.arch.thread_idx()[0]), SUM_THREADS // Uint32(groups)
         group, place, width = Int32(thread // width), Int32(thread % width), Int32(width)
-        first = sequence * stride // chunks_per_cta
-        last = ((sequence + 1) * stride - 1) // chunks_per_cta  # the CTA that ends the sequence: nobody goes on from there
+        first = run * ctas + quotient(sequence * stride, chunks_per_cta)
+        last = run * ctas + quotient((sequence + 1) * stride - 1, chunks_per_cta)  # the CTA that ends the sequence: nobody goes on from there
         column = states + 16 * Int64(block * width + place)
         totals = SmemAllocator().allocate(16 * SUM_THREADS, 16).toint() + 16 * place
         first, last = recompute(first), recompute(last)  # divisions, while the kernel before still runs

@@ -23,6 +23,7 @@ from .blocks.sync import WARPGROUP, Barrier
 from .blocks.tiles import SwizzledTile
 from .config import CHECKPOINT, NORMALISER_WORDS, checkpoints
 from .forward_scan import ForwardScan
+from .scan import quotient
 from .segment_state import SegmentState
 
 
@@ -31,13 +32,14 @@ class WholeSequences:
     and how many pieces it takes, 1: uniform registers are scarce, and what is read again where it is used waits in none."""
 
     def write_range(self, problem, address):
-        cta = self.cta(problem)
-        for i, word in enumerate((cta // problem.heads, cta % problem.heads, self.chunks(problem), Int32(1))):
+        sequence, _ = self.block(problem)
+        batch = quotient(sequence, problem.heads)
+        for i, word in enumerate((batch, sequence - batch * problem.heads, self.chunks(problem), Int32(1))):
             write_word(address + 4 * i, word)
 
     def place(self, problem, smem):
         chunks, pieces = self.chunks(problem), read_word(smem.range + 12)
-        return SimpleNamespace(**problem._asdict(), chunks=chunks, range=smem.range, pieces=pieces, cta=self.cta(problem))
+        return SimpleNamespace(**problem._asdict(), chunks=chunks, range=smem.range, pieces=pieces)
 
     def piece(self, at, number):
         chunk = at.chunks - 1 if self.backward else Int32(0)
