@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 from .blocks import sync
 from .blocks.gemm import Product, k_steps
 from .blocks.normaliser import Normaliser, gram_operand, write_ones
-from .blocks.ptx import read_word, recompute, write_word
+from .blocks.ptx import read_word, read_words, recompute, write_word
 from .blocks.state import load_state, publish_state, save_state
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.taylor import load_rotated, write_features
@@ -137,7 +137,7 @@ class Scan:
         if self.backward:
             fields["statistics"] = cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk * self.row_buffers], 128]
         fields["barriers"] = cute.struct.MemRange[Int64, c.barriers]
-        fields["range"] = cute.struct.MemRange[Int32, RANGE_WORDS]
+        fields["range"] = cute.struct.Align[cute.struct.MemRange[Int32, RANGE_WORDS], 16]
         if self.stash_bytes:
             fields["stash"] = cute.struct.Align[cute.struct.MemRange[Int32, self.stash_bytes // 4], 128]
         storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
@@ -187,8 +187,9 @@ class Scan:
                 cpasync.prefetch_descriptor(source.atom)
         smem = self.allocate()
         if warp == 0:
-            self.write_range(problem, smem.range)
             self.set_up_barriers(smem)
+        elif warp == 1:
+            self.write_range(problem, smem.range)
         pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, self.ring_bytes)
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
@@ -234,17 +235,13 @@ class Scan:
             **problem._asdict(),
             chunks=self.chunks(problem),
             range=smem.range,
-            pieces=self.read_range(smem.range)[5],
+            pieces=read_word(smem.range + 4 * 5),
         )
-
-    def read_range(self, address):
-        """(first, last, stride, offset, place, pieces, run, cta)"""
-        return [read_word(address + 4 * i) for i in range(RANGE_WORDS)]
 
     def piece(self, at, number):
         """Piece `number` of the range: `step` and `count` are its first step and its length, `chunk` the chunk of that step,
         `position` the chunks before it in this CTA."""
-        *words, _, run, cta = self.read_range(at.range)
+        *words, _, run, cta = read_words(at.range) + read_words(at.range + 16)
         place, step, count, position = piece(*words, at.chunks, number, DEVICE)
         sequence = place * at.runs + run
         batch = quotient(sequence, at.heads)
@@ -306,7 +303,7 @@ class Scan:
     def rows_flag(self, at, group):
         """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h of its chunks are
         there, if it has any."""
-        return at.flags + 4 * (self.config.token_warpgroups * self.read_range(at.range)[-1] + group)
+        return at.flags + 4 * (self.config.token_warpgroups * read_word(at.range + 4 * 7) + group)
 
     def load_sides(self, loads, outputs, smem, p):
         """(copy atom, shared side, global side) of each load of one sequence."""

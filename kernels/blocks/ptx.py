@@ -126,9 +126,9 @@ def mma_16x8x16(a, b, c, *, loc=None, ip=None):
 # ---- shared memory, by 32-bit shared address ----
 
 
-def _load_words(count, address, loc, ip):
+def _load_words(count, address, loc, ip, load="ld"):
     kind, names = {1: ("b32", "$0"), 4: ("v4.b32", "{$0,$1,$2,$3}")}[count]
-    text = f"ld.shared.{kind} {names}, [${count}];"
+    text = f"{load}.shared.{kind} {names}, [${count}];"
     result = T.i32() if count == 1 else llvm.StructType.get_literal([T.i32()] * count)
     out = _asm(result, _words((address,), loc, ip), text, ",".join(["=r"] * count + ["r"]), loc, ip, memory=True)
     if count == 1:
@@ -195,8 +195,13 @@ def write_word(address, word, *, loc=None, ip=None):
 @dsl_user_op
 def read_word(address, *, loc=None, ip=None):
     """The word that `write_word` wrote, read again wherever it is asked for."""
-    operands = _words((address,), loc, ip)
-    return Int32(_asm(T.i32(), operands, "ld.volatile.shared.b32 $0, [$1];", "=r,r", loc, ip, memory=True))
+    return _load_words(1, address, loc, ip, "ld.volatile")[0]
+
+
+@dsl_user_op
+def read_words(address, *, loc=None, ip=None):
+    """Four words of that kind, 16-byte aligned."""
+    return _load_words(4, address, loc, ip, "ld.volatile")
 
 
 # ---- global memory, by 64-bit address ----
