@@ -46,7 +46,6 @@ from .blocks.state import load_state, publish_state
 from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import ExactProducts, own_columns, scaled_phi_words, store_own, write_features
 from .blocks.tiles import STORED, SwizzledTile, TmaTensor, smem_layout, store_warp_rows, store_words, tma_store
-from .config import CHECKPOINT
 from .forward_scan import ROOT_HALF, ROOT_TWO, ForwardScan
 from .reverse_scan import ReverseScan
 from .sweep_state import WholeSequences
@@ -180,7 +179,7 @@ class Sweep(WholeSequences, ReverseScan):
     @cute.jit
     def fetch_checkpoint(self, p, chunk, lane):
         """To the L2, if the state warpgroup will load the state before `chunk`: it would wait 1000 cycles for it."""
-        if (lane == 0) & (chunk % CHECKPOINT == CHECKPOINT - 1):
+        if (lane == 0) & self.starts_here(chunk):
             prefetch_l2(self.checkpoint(p, chunk, p.chunks), 4 * self.config.value_dim * self.config.features)
 
     def clear_normalisers(self, smem, lane):
@@ -261,7 +260,7 @@ class Sweep(WholeSequences, ReverseScan):
     def rewind(self, g, p, chunk, stage):
         """The state before `chunk`, which is in `stage`, from that behind it; or from memory, where it is known exactly."""
         sync.wait(Barrier.KEYS_FULL, 0, BUILDERS)
-        if (chunk == 0) | (chunk % CHECKPOINT == CHECKPOINT - 1):
+        if (chunk == 0) | self.starts_here(chunk):
             self.load_before(g, p, chunk)
         else:
             self.combine_apart(operator.sub, g.before, stage, 0)

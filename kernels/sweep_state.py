@@ -53,6 +53,10 @@ class WholeSequences:
         """(batch, head)"""
         return read_word(at.range), read_word(at.range + 4)
 
+    def starts_here(self, chunk):
+        """Whether the sweep takes the state before `chunk` from memory, wherever its sequence ends: the last of CHECKPOINT."""
+        return chunk % CHECKPOINT == CHECKPOINT - 1
+
     def checkpoint(self, p, chunk, chunks):
         """Address of the saved state before `chunk`, the last of its CHECKPOINT chunks or of its sequence."""
         number = (p.batch * p.heads + p.head) * checkpoints(chunks) + chunk // CHECKPOINT
@@ -155,7 +159,7 @@ class SweepState(WholeSequences, SegmentState):
     @cute.jit
     def save_before(self, g, p, chunk):
         """The state before `chunk`, where the sweep will ask for it."""
-        if (chunk == p.chunks) | (chunk % CHECKPOINT == CHECKPOINT - 1):
+        if (chunk == p.chunks) | self.starts_here(chunk):
             save_state(g.state, self.checkpoint(p, chunk, p.chunks + 1), g.thread)
 
     def add_gram(self, g, stage):
