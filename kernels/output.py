@@ -69,7 +69,7 @@ class OutputScan(Scan):
             normaliser=NormaliserProducts(smem.q, smem.ones, smem.gram),  # (4)
             own=SwizzledTile(smem.q.iterator.toint(), c.chunk, c.padded_key_dim),
             staged=smem.o,
-            tile=tile.at(group * (2 * c.chunk * c.value_dim)),
+            tile=tile.buffer(group),
         )
 
     def finish(self, at, group, thread):

@@ -205,9 +205,7 @@ class ReverseScan(Scan):
 
     def stage_dv(self, g, packed, stage):
         """dv as bf16 over the chunk's v tile, which (2) and (7) have read; a helper warp stores it."""
-        c = self.config
-        tile = g.v.at(stage * (2 * c.chunk * c.value_dim))
-        store_words(tile, g.row - g.lane // 4, g.lane, packed)
+        store_words(g.v.buffer(stage), g.row - g.lane // 4, g.lane, packed)
         sync.publish()
         sync.arrive(Barrier.STAGED, g.group, WARPGROUP + WARP)
 

@@ -446,14 +446,14 @@ class Scan:
     def chunk_rows(self, g, stage):
         """The state's row tile (k or q) and the address of its (r, h), in `stage`."""
         c = self.config
-        rows = g.rows.at(stage * (2 * c.chunk * c.padded_key_dim))
+        rows = g.rows.buffer(stage)
         return rows, g.statistics + stage * (8 * c.chunk) if self.backward else None
 
     def build_features(self, g, at, stage, tile):
         """phi of the chunk in `stage` into feature tile `tile`."""
         c, thread = self.config, recompute(g.thread)
         rows, statistics = self.chunk_rows(g, stage)
-        target = g.phi_tile.at(tile * (2 * c.chunk * c.features))
+        target = g.phi_tile.buffer(tile)
         row = thread % c.chunk
         write_features(rows, target, row, thread // c.chunk, c.key_dim, self.state_products(at, statistics, row))
         sync.publish()
@@ -477,7 +477,7 @@ class Scan:
         rows as soon as its own product is done, while the next one's still runs."""
         c, thread = self.config, recompute(g.thread)
         sync.wait(Barrier.STATE_FREE, buf, self.state_threads)
-        tile = g.state_tile.at(buf * (2 * c.value_dim * c.features))
+        tile = g.state_tile.buffer(buf)
         for number, block in enumerate(g.state):
             warpgroup.wait_group(len(g.state) - 1 - number)
             publish_state(block, tile, 64 * number, thread, c.features)
@@ -541,7 +541,7 @@ class Scan:
     def own_rows(self, g, stage):
         """The rotated rows (q, in the reverse scan k) of this thread's two tokens."""
         c = self.config
-        tile = g.own.at(stage * (2 * c.chunk * c.padded_key_dim))
+        tile = g.own.buffer(stage)
         return [load_rotated(tile, g.row + 8 * half, g.quad_lane, c.key_dim) for half in range(2)]
 
     def row_block(self, g):

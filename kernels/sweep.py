@@ -144,7 +144,7 @@ class Sweep(WholeSequences, ReverseScan):
     def write_keys(self, smem, stage, row):
         """Both parts, by a thread for each row."""
         c = self.config
-        k = SwizzledTile(smem.k.iterator.toint(), c.chunk, c.padded_key_dim).at(stage * (2 * c.chunk * c.padded_key_dim))
+        k = SwizzledTile(smem.k.iterator.toint(), c.chunk, c.padded_key_dim).buffer(stage)
         target = SwizzledTile(smem.phi.iterator.toint(), c.chunk, c.features)
         for part in range(2):
             write_features(k, target, row, part, c.key_dim, ExactProducts)
@@ -268,7 +268,7 @@ class Sweep(WholeSequences, ReverseScan):
     def publish_before(self, g, buf):
         """A copy of S; the buffer is free, since r and h of its last chunk are there."""
         c, before, thread = self.config, g.before, recompute(g.thread)
-        tile = before.state_tile.at(buf * (2 * c.value_dim * c.features))
+        tile = before.state_tile.buffer(buf)
         for number, block in enumerate(before.state):
             publish_state(block, tile, 64 * number, thread, c.features)
         sync.publish()
@@ -354,7 +354,7 @@ class Sweep(WholeSequences, ReverseScan):
         they were stored: what is computed from them then cannot be moved in front of the barrier."""
         c = self.config
         slots = [scaled_phi_words(row, g.quad_lane, c.key_dim, at.scale, r) for row, (r, *_) in zip(rows, results, strict=True)]
-        tile = g.phi.at((1 + g.place) * (2 * c.chunk * c.features))
+        tile = g.phi.buffer(1 + g.place)
         store_words(tile, g.row - g.lane // 4, g.lane, [word for pair in zip(*slots, strict=True) for word in pair])
         sync.publish()
         address = g.statistics + g.place * (8 * c.chunk) + 8 * g.row
@@ -413,7 +413,7 @@ class Sweep(WholeSequences, ReverseScan):
 
     def stage_words(self, g, number: int, words):
         """64 columns into staging tile `number` of the warpgroup's two."""
-        tile = g.staged.at((2 * g.place + number) * (2 * self.config.chunk * 64))
+        tile = g.staged.buffer(2 * g.place + number)
         store_words(tile, g.row - g.lane // 4, g.lane, words)
 
     def finish_dq(self, at, work, half):

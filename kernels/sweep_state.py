@@ -75,7 +75,7 @@ class WholeSequences:
     def add_gram_of(self, total, rows, stage, lane, statistics=None):
         """What the rows in `stage` add to the normaliser, four values a lane, in fp32."""
         c = self.config
-        tile = SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim).at(stage * (2 * c.chunk * c.padded_key_dim))
+        tile = SwizzledTile(rows.iterator.toint(), c.chunk, c.padded_key_dim).buffer(stage)
         for i, value in enumerate(gram_of_eight(tile, statistics, lane, c.chunk)):
             total[i] = total[i] + value
 

@@ -58,7 +58,7 @@ class SwizzledTile:
     """Addresses of 16-byte chunks in a tile of `smem_layout`, for accesses whose width and order are chosen by hand."""
 
     def __init__(self, base, rows: int, columns: int):
-        self.base, self.rows, self.width = base, rows, swizzle_bytes(columns)
+        self.base, self.rows, self.columns, self.width = base, rows, columns, swizzle_bytes(columns)
 
     @property
     def chunks(self) -> int:
@@ -74,8 +74,12 @@ class SwizzledTile:
         return self.base + row * self.width + ((inner ^ self.phase(row)) << 4) + panel * (self.rows * self.width)
 
     def at(self, offset):
-        """The tile `offset` bytes further on: another buffer of the same layout."""
-        return SwizzledTile(self.base + offset, self.rows, self.chunks * CHUNK_BYTES // 2)
+        """The tile `offset` bytes further on."""
+        return SwizzledTile(self.base + offset, self.rows, self.columns)
+
+    def buffer(self, number):
+        """The tile in buffer `number` of those that `smem_layout` puts behind one another."""
+        return self.at(number * (2 * self.rows * self.columns))
 
 
 def store_words(tile: SwizzledTile, first, lane, words):
