@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from .config import TOKEN_WARPGROUPS, Work
 
+SUM_THREADS = 256  # of a block that adds states up along a sequence (segment_state.py)
+AT_ONCE = 8  # states that one of its threads loads together: one after the other they take 0.6 us each
+
 
 class HandsOn(enum.IntEnum):
     """What a CTA leaves to another.
@@ -114,6 +117,15 @@ def summed_ranges(ctas, stride, chunks_per_cta, late_ctas, on: Arithmetic = HOST
 def adds_up(sequences, stride, chunks_per_cta, late_ctas):
     """Whether sums of states have to be added up along a sequence, of so many in a run: not where each is cut once."""
     return (late_ctas == 0) & ((stride > 2 * chunks_per_cta) | ((sequences > 1) & (stride > chunks_per_cta + 1)))
+
+
+def sum_groups(stride, chunks_per_cta, on: Arithmetic = HOST):
+    """Groups of threads in a block that adds states up, each for AT_ONCE of them: a power of two, up to 16, since a group of 16
+    threads still loads whole sectors."""
+    states, groups = on.quotient(stride - 1, chunks_per_cta), 1
+    for smaller in (1, 2, 4, 8):
+        groups = on.select(states > smaller * AT_ONCE, 2 * smaller, groups)
+    return groups
 
 
 def piece(first, last, stride, offset, place, chunks, number, on: Arithmetic = HOST) -> tuple:

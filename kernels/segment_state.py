@@ -35,10 +35,7 @@ from .forward_scan import ForwardScan
 from .output import OutputScan
 from .reverse_scan import ReverseScan
 from .scan import DEVICE, Scan, quotient
-from .schedule import HandsOn, adds_up, summed_ranges
-
-AT_ONCE = 8  # slots that a thread of StateSum loads together: one after the other they take 0.6 us each
-SUM_THREADS = 256  # of one of its blocks
+from .schedule import AT_ONCE, SUM_THREADS, HandsOn, adds_up, sum_groups, summed_ranges
 
 
 class Statistics(NamedTuple):
@@ -201,7 +198,7 @@ class StateSum:
     def start(self, tensors, problem, stream):
         cut = problem.stride, problem.chunks_per_cta
         if adds_up(problem.sequences, *cut, problem.late_ctas):
-            groups = self.groups(cute.ceil_div(problem.stride, problem.chunks_per_cta) - 1)
+            groups = Int32(sum_groups(*cut, DEVICE))
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(problem.states, problem.ctas, *cut, groups).launch(
                 grid=[groups * (self.size // (4 * SUM_THREADS)), problem.sequences, problem.runs],
@@ -209,13 +206,6 @@ class StateSum:
                 stream=stream,
                 use_pdl=True,
             )
-
-    def groups(self, states):
-        """A power of two, up to 16: a group of 16 threads still loads whole sectors."""
-        groups = Int32(1)
-        for smaller in (1, 2, 4, 8):
-            groups = Int32(select_(states > smaller * AT_ONCE, Int32(2 * smaller), groups))
-        return groups
 
     @cute.kernel
     def kernel(self, states: Int64, ctas: Int32, stride: Int32, chunks_per_cta: Int32, groups: Int32):

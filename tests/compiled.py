@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from based_cute.kernels import config
-from based_cute.kernels.schedule import HandsOn, Schedule, adds_up, summed_ranges
+from based_cute.kernels.schedule import SUM_THREADS, HandsOn, Schedule, adds_up, sum_groups, summed_ranges
 
 COMPILE = """
 import sys
@@ -239,11 +239,10 @@ def run_pass(
 
 
 def run_sum(row: config.ScanConfig, states: Tensor, sequences: int, stride: int, chunks_per_cta: int) -> None:
-    """One launch of the sum of states along sequences: up to 16 groups of threads in a block, for 8 states each."""
-    program, heap, threads = compiled_program(row), Heap(), 256
-    groups = next(n for n in (1, 2, 4, 8, 16) if n == 16 or -(-stride // chunks_per_cta) - 1 <= 8 * n)
+    """One launch of the sum of states along sequences."""
+    program, heap, groups = compiled_program(row), Heap(), sum_groups(stride, chunks_per_cta)
     parameters = {0: heap.add(states), 1: stride, 2: chunks_per_cta, 3: groups}
-    machine = ptx_machine.Machine(program, threads, parameters, {}, heap.end)
+    machine = ptx_machine.Machine(program, SUM_THREADS, parameters, {}, heap.end)
     heap.copy_in(machine)
-    machine.run(groups * config.state_size(row.key_dim, row.value_dim) // (4 * threads), sequences)
+    machine.run(groups * config.state_size(row.key_dim, row.value_dim) // (4 * SUM_THREADS), sequences)
     heap.copy_out(machine)
