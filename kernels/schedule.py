@@ -11,6 +11,7 @@ row of q or k is 32 bytes at K = 16 and 16 at K = 8, which is less than what the
 import enum
 import operator
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 from .config import TOKEN_WARPGROUPS, Work
@@ -31,8 +32,8 @@ class HandsOn(enum.IntEnum):
             (McNaughton's wrap-around rule), with a flag that says that it is there. No work is done twice ("chained")
     SUMS    fewer sequences than SMs: they are cut, and the states at the cuts are computed by passes of their own beforehand
             (segment_state.py), which read a part of the inputs once more ("summed"). At most half as many: each into the
-            same number of ranges, one a CTA. More: each in two, and a CTA takes either the long later part of one or the
-            short first parts of several
+            same number of ranges, one a CTA; or those of a run together, so that a CTA may end one and begin the next. More:
+            each in two, and a CTA takes either the long later part of one or the short first parts of several ("parted")
     """
 
     NOTHING, STATE, ROWS, SUMS = range(4)
@@ -64,23 +65,54 @@ class Schedule(NamedTuple):
 def schedule(sequences: int, chunks: int, processors: int, work: Work) -> Schedule:
     """The schedule of `sequences` sequences of `chunks` chunks on a card of `processors` SMs, one CTA each, that takes least
     time by `work` (config.py)."""
-    waves = -(-sequences // processors)
-    whole = work.whole * waves * chunks
-    if waves > 1:
-        per_cta = -(-sequences * chunks // processors)
-        if work.chained * per_cta < whole:
-            return Schedule(-(-sequences * chunks // per_cta), per_cta, chunks, HandsOn.STATE)
+    problem = sequences, chunks, processors, work
+    options = [_whole(*problem)]
+    if sequences > processors:
+        options += [_chained(*problem, runs) for runs in _divisors(sequences, processors)]
     elif 2 * sequences <= processors:
-        per_cta = -(-chunks // (processors // sequences))
-        ranges = -(-chunks // per_cta)
-        if (1 + work.read_twice) * per_cta + (work.ranges if ranges > 2 else work.halves) < whole:
-            return Schedule(sequences * ranges, per_cta, ranges * per_cta, HandsOn.SUMS)
+        options += [_summed(*problem, runs) for runs in _divisors(sequences, processors)]
     elif sequences < processors:
-        several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
-        first = chunks // (several + 1)
-        if chunks - first + work.read_twice * first + work.parts < whole:
-            return Schedule(sequences + -(-sequences // several), several * first, first, HandsOn.SUMS, sequences)
-    return Schedule(sequences, chunks, chunks, HandsOn.ROWS if waves == 1 else HandsOn.NOTHING)
+        options.append(_parted(*problem))
+    return min(options, key=lambda option: option[0])[1]
+
+
+def _divisors(sequences: int, processors: int) -> list[int]:
+    """The numbers of runs of equal length, the largest first: where they take the same time, more CTAs walk side by side."""
+    return [runs for runs in range(min(sequences, processors), 0, -1) if sequences % runs == 0]
+
+
+def _whole(sequences, chunks, processors, work) -> tuple[float, Schedule]:
+    waves = -(-sequences // processors)
+    return work.whole * waves * chunks, Schedule(sequences, chunks, chunks, HandsOn.ROWS if waves == 1 else HandsOn.NOTHING)
+
+
+def _cut_runs(sequences, chunks, processors, runs, hands_on) -> Schedule:
+    """Every run cut into the same ranges, as long as they have to be."""
+    length = sequences // runs * chunks
+    per_cta = -(-length // (processors // runs))
+    return Schedule(runs * -(-length // per_cta), per_cta, chunks, hands_on, runs=runs)
+
+
+def _chained(sequences, chunks, processors, work, runs) -> tuple[float, Schedule]:
+    cut = _cut_runs(sequences, chunks, processors, runs, HandsOn.STATE)
+    return (work.chained if runs >= work.neighbours else work.apart) * cut.chunks_per_cta, cut
+
+
+def _summed(sequences, chunks, processors, work, runs) -> tuple[float, Schedule]:
+    cut = _cut_runs(sequences, chunks, processors, runs, HandsOn.SUMS)
+    if runs == sequences:  # every cut is that of one sequence
+        in_two = cut.ctas == 2 * sequences
+        read, begin = (work.read_half, work.halves) if in_two else (work.read_twice, work.ranges)
+        return (1 + read) * cut.chunks_per_cta + begin, cut
+    time = (1 + work.read_twice) * cut.chunks_per_cta + work.ranges + work.uneven
+    return time if runs >= work.neighbours else inf, cut
+
+
+def _parted(sequences, chunks, processors, work) -> tuple[float, Schedule]:
+    several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
+    first = chunks // (several + 1)
+    cut = Schedule(sequences + -(-sequences // several), several * first, first, HandsOn.SUMS, sequences)
+    return (chunks - first + work.read_twice * first + work.parts if first else inf), cut
 
 
 class Arithmetic(NamedTuple):

@@ -213,7 +213,7 @@ class StateSum:
         thread, width = Uint32(cute.arch.thread_idx()[0]), SUM_THREADS // Uint32(groups)
         group, place, width = Int32(thread // width), Int32(thread % width), Int32(width)
         first = run * ctas + quotient(sequence * stride, chunks_per_cta)
-        last = run * ctas + quotient((sequence + 1) * stride - 1, chunks_per_cta)  # the CTA that ends the sequence: nobody goes on from there
+        last = run * ctas + quotient((sequence + 1) * stride - 1, chunks_per_cta)
         column = states + 16 * Int64(block * width + place)
         totals = SmemAllocator().allocate(16 * SUM_THREADS, 16).toint() + 16 * place
         first, last = recompute(first), recompute(last)  # divisions, while the kernel before still runs

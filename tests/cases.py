@@ -49,24 +49,20 @@ def scans(key_dim: int, value_dim: int) -> Rule:
     return chained(1.0) if config.has_sweep("backward", key_dim, value_dim) else uncut
 
 
-def chained(share: float) -> Rule:
+def in_runs(sequences: int, chunks: int, per_cta: int, hands_on: HandsOn, runs: int) -> Schedule:
+    assert sequences % runs == 0
+    ctas = math.ceil(sequences // runs * chunks / per_cta)
+    return Schedule(runs * ctas, per_cta, chunks, hands_on, runs=runs)
+
+
+def chained(share: float, runs: int = 1) -> Rule:
     """A CTA takes that many sequences' worth of chunks, at least 1.0."""
-
-    def rule(sequences, chunks, *_):
-        per_cta = math.ceil(share * chunks)
-        return Schedule(math.ceil(sequences * chunks / per_cta), per_cta, chunks, HandsOn.STATE)
-
-    return rule
+    return lambda sequences, chunks, *_: in_runs(sequences, chunks, math.ceil(share * chunks), HandsOn.STATE, runs)
 
 
-def summed(per_cta: int) -> Rule:
-    """Ranges of `per_cta` chunks."""
-
-    def rule(sequences, chunks, *_):
-        ranges = math.ceil(chunks / per_cta)
-        return Schedule(sequences * ranges, per_cta, ranges * per_cta, HandsOn.SUMS)
-
-    return rule
+def summed(per_cta: int, runs: int | None = None) -> Rule:
+    """Ranges of `per_cta` chunks of one sequence, or of the sequences of a run."""
+    return lambda sequences, chunks, *_: in_runs(sequences, chunks, per_cta, HandsOn.SUMS, runs or sequences)
 
 
 def parted(first: int, several: int) -> Rule:

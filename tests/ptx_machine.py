@@ -157,7 +157,7 @@ class Mbarrier:
 
 @dataclass
 class Cta:
-    index: tuple[int, int]
+    index: tuple[int, int, int]
     threads: int
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
     arrived: dict[int, int] = field(default_factory=dict)  # named barrier -> threads
@@ -218,9 +218,9 @@ class Machine:
         self.launch_registers = 65536 // threads // 8 * 8
         self.code = [compile_instruction(self, instruction) for instruction in program.instructions]
 
-    def run(self, ctas: int, rows: int = 1) -> list[Cta]:
-        """All CTAs of a (ctas, rows) grid to their end. Raises Stuck when nothing can go on."""
-        grid = [Cta((x, y), self.threads) for y in range(rows) for x in range(ctas)]
+    def run(self, ctas: int, rows: int = 1, layers: int = 1) -> list[Cta]:
+        """All CTAs of a (ctas, rows, layers) grid to their end. Raises Stuck when nothing can go on."""
+        grid = [Cta((x, y, z), self.threads) for z in range(layers) for y in range(rows) for x in range(ctas)]
         units = [Unit(self, cta, first, count) for cta in grid for first, count in self.units()]
         units = deque((unit, unit.run()) for unit in (reversed(units) if self.late else units))
         waiting: dict[tuple, str] = {}
@@ -261,7 +261,8 @@ class Unit:
         self.lane = np.arange(self.lanes) % WARP
         self.values: dict[str, np.ndarray] = {}
         thread = np.arange(self.lanes, dtype=np.uint32) + WARP * first_warp
-        special = {"%tid.x": thread, "%ctaid.x": cta.index[0], "%ctaid.y": cta.index[1], "%ntid.x": machine.threads}
+        place = {f"%ctaid.{axis}": number for axis, number in zip("xyz", cta.index, strict=True)}
+        special = {"%tid.x": thread, "%ntid.x": machine.threads} | place
         special["__dynamic_shmem__0"] = SHARED
         for name, value in special.items():
             self.values[name] = np.broadcast_to(np.asarray(value, np.uint32), self.lanes)

@@ -92,8 +92,11 @@ SCHEDULES = {
     "chained, one cut a sequence": Schedule(4, 8, 5, HandsOn.STATE),
     "chained, one cut at a boundary": Schedule(2, 15, 5, HandsOn.STATE),
     "chained, one CTA": Schedule(1, 30, 5, HandsOn.STATE),
-    "summed, a chunk a CTA": Schedule(30, 1, 5, HandsOn.SUMS),
-    "summed, with room after the last range": Schedule(18, 2, 6, HandsOn.SUMS),
+    "chained, two runs": Schedule(4, 8, 5, HandsOn.STATE, runs=2),
+    "summed, a chunk a CTA": Schedule(30, 1, 5, HandsOn.SUMS, runs=6),
+    "summed, a short last range": Schedule(18, 2, 5, HandsOn.SUMS, runs=6),
+    "summed, two sequences a run": Schedule(12, 3, 5, HandsOn.SUMS, runs=3),
+    "summed, one run": Schedule(15, 2, 5, HandsOn.SUMS),
     "summed, the later parts alone": Schedule(8, 6, 2, HandsOn.SUMS, 6),
     "summed, first parts in one CTA": Schedule(7, 6, 1, HandsOn.SUMS, 6),
 }
@@ -120,7 +123,7 @@ def run_pass(
     machine = ptx_machine.Machine(program or control_program(row), row.threads, parameters, boxes)
     if plan.hands_on == HandsOn.ROWS:  # whatever they are, a forward scan lowers them; a reverse scan finds them raised
         machine.flags = dict.fromkeys(flag_addresses(plan.flags), 1) if flags is None else flags
-    return machine, machine.run(plan.ctas)
+    return machine, machine.run(plan.ctas // plan.runs, plan.runs)
 
 
 def copies_of(row: config.ScanConfig, places) -> Counter:
@@ -146,7 +149,8 @@ def test_every_chunk_is_scanned_once(row, schedule):
     if schedule.hands_on == HandsOn.ROWS:
         assert machine.flags == dict.fromkeys(flag_addresses(schedule.flags), 1)
         return
-    cuts = sum(1 for cta in range(1, schedule.ctas) if cta * schedule.chunks_per_cta % schedule.stride)
+    of_a_run = range(1, schedule.ctas // schedule.runs)
+    cuts = schedule.runs * sum(1 for number in of_a_run if number * schedule.chunks_per_cta % schedule.stride)
     # a flag for each cut inside a sequence, and lowered again for the next pass
     assert len(machine.flags) == (cuts if schedule.hands_on == HandsOn.STATE else 0)
     assert not any(machine.flags.values())
@@ -193,14 +197,21 @@ FIRST_PARTS = [Schedule(6, 2, 2, HandsOn.SUMS), Schedule(6, 4, 4, HandsOn.SUMS)]
 @pytest.mark.parametrize("schedule", SUMMED + FIRST_PARTS, ids=lambda x: f"{x.ctas} CTAs")
 @pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.STATES], ids=lambda row: row.name)
 def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
+    """Of its last sequence, where it touches several."""
     _, ctas = run_pass(row, schedule)
+    of_a_run, length = schedule.ctas // schedule.runs, BATCH * HEADS // schedule.runs * schedule.stride
     for cta in ctas:
-        number = schedule.ctas - 1 - cta.index[0] if row.scan == "reverse_state" else cta.index[0]
-        sequence, first = divmod(number * schedule.chunks_per_cta, schedule.stride)
-        steps = range(first, min(first + schedule.chunks_per_cta, CHUNKS))
-        if first + schedule.chunks_per_cta >= CHUNKS:
+        number, run, _ = cta.index
+        if row.scan == "reverse_state":
+            number, run = of_a_run - 1 - number, schedule.runs - 1 - run
+        first = number * schedule.chunks_per_cta
+        last = min(first + schedule.chunks_per_cta, length)
+        place = (last - 1) // schedule.stride
+        steps = [at - place * schedule.stride for at in range(first, last) if at // schedule.stride == place]
+        if steps[-1] == CHUNKS - 1:
             steps = ()
         chunks = [CHUNKS - 1 - step for step in steps] if row.scan == "reverse_state" else steps
+        sequence = place * schedule.runs + run
         assert Counter(cta.copies) == copies_of(row, [(*divmod(sequence, HEADS), chunk) for chunk in chunks])
 
 
@@ -220,4 +231,4 @@ def test_machine_sees_registers_that_are_not_there():
 
 def test_schedules_of_these_tests_cover_the_tape():
     for x in SCHEDULES.values():
-        assert x.ctas - x.late_ctas == math.ceil(BATCH * HEADS * x.stride / x.chunks_per_cta)
+        assert x.ctas - x.late_ctas == x.runs * math.ceil(BATCH * HEADS // x.runs * x.stride / x.chunks_per_cta)

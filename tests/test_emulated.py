@@ -10,7 +10,7 @@ from cases import chained, cut_by, equal, every_row, parted, scans, summed, uncu
 
 from based_cute import accuracy, launcher
 from based_cute.kernels import config
-from based_cute.kernels.schedule import HandsOn
+from based_cute.kernels.schedule import HandsOn, Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
@@ -64,14 +64,14 @@ def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
 
 
 @every_row
-@pytest.mark.parametrize("share", [1.3, 2.5, 9.0])
-def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_dim, share):
+@pytest.mark.parametrize(("share", "runs"), [(1.3, 1), (2.5, 1), (9.0, 1), (1.3, 2)])
+def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_dim, share, runs):
     inputs = accuracy.make_inputs((2, 200, 2, key_dim, value_dim), "cpu")
     cut_by(monkeypatch, uncut)
     forward = launcher._run_forward_kernel(*inputs[:3], None)
     cut_by(monkeypatch, scans(key_dim, value_dim))
     expected = *forward, *launcher._run_kernels(*inputs, None)
-    cut_by(monkeypatch, chained(share))
+    cut_by(monkeypatch, chained(share, runs))
     assert equal(results(inputs), expected)
 
 
@@ -85,10 +85,12 @@ def test_sweep_over_checkpoints(machine, monkeypatch):
 
 @every_row
 @pytest.mark.parametrize(
-    "rule", [summed(1), summed(2), parted(1, 2), parted(2, 2)], ids=["each", "pairs", "first", "first two"]
+    "rule",
+    [summed(1), summed(2), summed(2, 2), summed(3, 1), parted(1, 2), parted(2, 2)],
+    ids=["each", "pairs", "pairs in runs", "one run", "first", "first two"],
 )
 def test_summed_scans_are_accurate(machine, monkeypatch, key_dim, value_dim, rule):
-    inputs = accuracy.make_inputs((1, 310, 3, key_dim, value_dim), "cpu")
+    inputs = accuracy.make_inputs((1, 310, 4, key_dim, value_dim), "cpu")
     cut_by(monkeypatch, rule)
     assert_accurate(results(inputs), inputs)
 
@@ -99,7 +101,7 @@ def test_states_are_added_up_along_each_sequence(poisoned_memory, sequences, ran
     row = config.find("state_sum", 8, 64)
     states = torch.randn(sequences, ranges, config.state_size(8, 64), generator=torch.Generator().manual_seed(0))
     found = states.clone()
-    compiled.run_sum(row, found, sequences, 5 * ranges, 5)
+    compiled.run_sum(row, found, sequences, Schedule(sequences * ranges, 5, 5 * ranges, HandsOn.SUMS, runs=sequences))
     torch.testing.assert_close(found[:, :-1], states[:, :-1].double().cumsum(1).float(), rtol=1e-5, atol=1e-5)
     assert equal((found[:, -1],), (states[:, -1],))
 

@@ -328,7 +328,7 @@ def test_cpu_tensors_give_no_warning(inputs):
 # The launch, with stand-ins for the compiled scans
 
 
-def check_call(operation, tensors, scratch, ctas, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at):
+def check_call(operation, tensors, scratch, ctas, runs, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at):
     """What every operation asks of its arguments: packed aligned tensors, ranges that cover the tape, and a scratch with room
     for (r, h) of every token of every chunk, a state of every CTA that leaves one, and the flags, lowered; or for a sweep its
     checkpoints and normalisers."""
@@ -338,18 +338,19 @@ def check_call(operation, tensors, scratch, ctas, stride, chunks_per_cta, late_c
     chunks = math.ceil(length / config.CHUNK)
     scratch = scratch.view(torch.float32)
     if operation.way == "swept":
-        assert (ctas, chunks_per_cta, stride, late_ctas, hands_on) == (batch * heads, chunks, chunks, 0, HandsOn.NOTHING)
+        assert (ctas, runs, chunks_per_cta, stride) == (batch * heads, 1, chunks, chunks)
+        assert (late_ctas, hands_on) == (0, HandsOn.NOTHING)
         checkpoints = math.ceil(chunks / config.CHECKPOINT) * operation.value_dim * 48
         assert (states_at, flags_at) == (0, batch * heads * checkpoints)
         assert scratch.numel() == flags_at + batch * heads * chunks * config.NORMALISER_WORDS
         return
     assert states_at == (2 * config.CHUNK * chunks * batch * heads if operation.kind == "backward" else 0)
-    assert ctas - late_ctas == math.ceil(batch * heads * stride / chunks_per_cta)
-    assert late_ctas in (0, batch * heads) and (chunks > stride if late_ctas else chunks <= stride)
+    assert batch * heads % runs == 0 and ctas - late_ctas == runs * math.ceil(batch * heads // runs * stride / chunks_per_cta)
+    assert late_ctas in (0, batch * heads) and (chunks > stride if late_ctas else chunks == stride)
     slots, flags = flags_at - states_at, scratch.numel() - flags_at
-    if chunks_per_cta % stride or late_ctas:
-        assert slots >= (late_ctas or ctas) * config.state_size(operation.key_dim, operation.value_dim)
-    assert (operation.way == "summed") == (hands_on == HandsOn.SUMS) == bool(stride % chunks_per_cta == 0 < slots or late_ctas)
+    if hands_on in (HandsOn.STATE, HandsOn.SUMS):
+        assert slots == (late_ctas or ctas) * config.state_size(operation.key_dim, operation.value_dim)
+    assert (operation.way == "summed") == (hands_on == HandsOn.SUMS) == (chunks_per_cta < chunks or late_ctas > 0)
     if hands_on == HandsOn.STATE:
         assert stride == chunks <= chunks_per_cta and flags == ctas and not scratch[flags_at:].any()
     if hands_on == HandsOn.ROWS:
@@ -404,10 +405,10 @@ def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, hands
     inputs = accuracy.make_inputs((2, length, 3, 16, 64), "cpu")
     monkeypatch.setattr(launcher, "_processors", lambda device: processors)
     assert equal(launcher._run_kernels(*inputs, None), based_backward(*inputs))
-    assert launcher._plan("backward", inputs[0].device, inputs[0].shape, 64).cut[4] == hands_on
+    assert launcher._plan("backward", inputs[0].device, inputs[0].shape, 64).cut[5] == hands_on
     assert equal(launcher._run_forward_kernel(*inputs[:3], None), FORWARD(*inputs[:3]))
     expected = HandsOn.NOTHING if hands_on == HandsOn.ROWS else hands_on
-    assert launcher._plan("forward", inputs[0].device, inputs[0].shape, 64).cut[4] == expected
+    assert launcher._plan("forward", inputs[0].device, inputs[0].shape, 64).cut[5] == expected
 
 
 @pytest.mark.parametrize("length", [1, 65, 70, 130])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from based_cute import accuracy, based_backward
 from based_cute.kernels import config
-from based_cute.kernels.schedule import HandsOn, Schedule, piece, pieces, range_of, schedule
+from based_cute.kernels.schedule import HandsOn, Schedule, piece, range_of, schedule
 from based_cute.launcher import based_attention
 
 UNCUT = (HandsOn.NOTHING, HandsOn.ROWS)
@@ -20,9 +20,13 @@ UNCUT = (HandsOn.NOTHING, HandsOn.ROWS)
 def pieces_of(plan: Schedule, sequences: int, chunks: int):
     """(cta, number, sequence, step, count, position) of every piece, as the kernels cut the tape."""
     for cta in range(plan.ctas):
-        place = range_of(cta, sequences, chunks, plan.stride, plan.chunks_per_cta, plan.late_ctas)
-        for number in range(pieces(*place[:3])):
-            yield cta, number, *piece(*place, chunks, number)
+        run, number = divmod(cta, plan.ctas // plan.runs)
+        *words, count = range_of(
+            number, sequences // plan.runs, chunks, plan.stride, plan.chunks_per_cta, plan.late_ctas
+        )
+        for number in range(count):
+            place, *others = piece(*words, chunks, number)
+            yield cta, number, place * plan.runs + run, *others
 
 
 sizes = {"sequences": st.integers(1, 600), "chunks": st.integers(1, 200), "processors": st.integers(1, 140)}
@@ -60,11 +64,22 @@ def test_states_are_there_when_they_are_asked_for(sequences, chunks, processors,
 
 @given(**sizes)
 def test_positions_count_the_chunks_before(sequences, chunks, processors):
-    plan = schedule(sequences, chunks, processors, config.Work(1.07))
+    plan = schedule(sequences, chunks, processors, config.work("forward", 16, 64))
     done: dict[int, int] = {}
     for cta, _, _, _, count, position in pieces_of(plan, sequences, chunks):
         assert position == done.get(cta, 0)
         done[cta] = position + count
+
+
+@given(**sizes, key_dim=st.sampled_from([8, 16]))
+def test_neighbours_walk_side_by_side(sequences, chunks, processors, key_dim):
+    """What a CTA takes, those of the same number in the other runs take of the next sequences."""
+    plan = schedule(sequences, chunks, processors, config.work("forward", key_dim, 64))
+    of_a_run = plan.ctas // plan.runs
+    cut = list(pieces_of(plan, sequences, chunks))
+    first = [piece for piece in cut if piece[0] < of_a_run]
+    shifted = [(cta + run * of_a_run, n, sequence + run, *at) for run in range(plan.runs) for cta, n, sequence, *at in first]
+    assert shifted == cut
 
 
 @pytest.mark.parametrize(
@@ -79,7 +94,9 @@ def test_positions_count_the_chunks_before(sequences, chunks, processors):
         (144, 128, HandsOn.STATE, 140),
         (192, 64, HandsOn.STATE, 94),
         (264, 128, HandsOn.NOTHING, 128),  # two full waves
-        (8, 2048, HandsOn.SUMS, 128),
+        (8, 2048, HandsOn.SUMS, 125),  # 33 CTAs for every two
+        (48, 128, HandsOn.SUMS, 47),  # 11 for every four
+        (60, 128, HandsOn.SUMS, 64),
         (16, 32, HandsOn.SUMS, 4),
         (16, 6, HandsOn.SUMS, 1),
         (64, 8, HandsOn.SUMS, 4),
@@ -98,7 +115,7 @@ def test_no_key_dim_of_8_is_chained_for_a_few_percent():
 
 
 def test_fewer_sequences_are_cut_where_a_sweep_takes_whole_ones():
-    for sequences, alone, beside_a_sweep in ((176, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.ROWS)):
+    for sequences, alone, beside_a_sweep in ((240, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.ROWS)):
         for kind, expected in (("forward", alone), ("backward", beside_a_sweep)):
             assert schedule(sequences, 128, 132, config.work(kind, 8, 128)).hands_on == expected
 
@@ -107,7 +124,13 @@ def test_fewer_sequences_are_cut_where_a_sweep_takes_whole_ones():
 # On a GPU
 
 
-RULES = {"chained": chained(1.3), "summed": summed(3), "parted": parted(4, 3)}
+RULES = {
+    "chained": chained(1.3),
+    "chained in runs": chained(1.3, 5),
+    "summed": summed(3),
+    "summed in runs": summed(3, 5),
+    "parted": parted(4, 3),
+}
 
 
 def results(monkeypatch, rule, inputs):
