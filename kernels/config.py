@@ -262,9 +262,9 @@ def sweep_sizes(sequences: int, chunks: int, key_dim: int, value_dim: int) -> tu
 class Work(NamedTuple):
     """Times that decide how sequences are cut (schedule.py), in that of a chunk of a call's scans of whole sequences.
 
-    chained       a chunk where CTAs hand on states
-    apart         the same where fewer than `neighbours` CTAs walk side by side. A sector of DRAM has 64 bytes, a row of q or k
-                  32 at K = 16 and 16 at K = 8: those of neighbouring heads are read together, if in time
+    piece         what begins and ends each piece of a CTA, where states are handed on
+    apart         there, a chunk where fewer than `neighbours` CTAs walk side by side. A sector of DRAM has 64 bytes, a row of
+                  q or k 32 at K = 16 and 16 at K = 8: those of neighbouring heads are read together, if in time
     neighbours    CTAs side by side whose rows are at least 96 bytes
     whole         a chunk of a sequence that is not cut: a sweep takes 0.91 at V = 128 and 0.87 at 64
     read_twice, read_half
@@ -275,7 +275,7 @@ class Work(NamedTuple):
     uneven        more, where CTAs end one sequence and begin the next
     """
 
-    chained: float
+    piece: float
     apart: float
     neighbours: int
     whole: float = 1.0
@@ -284,14 +284,13 @@ class Work(NamedTuple):
     halves: float = 2.5
     ranges: float = 4.6
     parts: float = 9.0
-    uneven: float = 3.0
+    uneven: float = 1.5
 
 
 def work(kind: str, key_dim: int, value_dim: int) -> Work:
-    """By fit to backwards of 1 to 96 sequences of 256 to 131072 tokens and of 144 to 256 of 4096 and 8192 at (16, 128)
-    (docs/performance.md), where a chunk takes 4.05 us; at K = 8 of the latter; and to forwards of 16 sequences of 1024 and
-    2048, where it takes 1.7."""
-    chained, apart = (1.06, 1.42) if key_dim == 8 else (1.045, 1.07)
+    """By fit to calls with 1 to 300 sequences of 256 to 131072 tokens at V = 128 (docs/performance.md). A chunk takes 4.05 us
+    in a backward at K = 16 and 1.7 in a forward."""
+    piece, apart = (3.0, 1.4) if key_dim == 8 else (1.3, 1.03)
     whole = 0.91 if has_sweep(kind, key_dim, value_dim) else 1.0
     starts = {"halves": 4.4, "ranges": 7.0} if kind == "forward" else {}
-    return Work(chained, apart, -(-96 // (2 * key_dim)), whole, **starts)
+    return Work(piece, apart, -(-96 // (2 * key_dim)), whole, **starts)

@@ -95,7 +95,9 @@ def _cut_runs(sequences, chunks, processors, runs, hands_on) -> Schedule:
 
 def _chained(sequences, chunks, processors, work, runs) -> tuple[float, Schedule]:
     cut = _cut_runs(sequences, chunks, processors, runs, HandsOn.STATE)
-    return (work.chained if runs >= work.neighbours else work.apart) * cut.chunks_per_cta, cut
+    of_a_run = sequences // runs, chunks, chunks, cut.chunks_per_cta, 0
+    pieces = max(range_of(number, *of_a_run)[-1] for number in range(cut.ctas // runs))
+    return (1.0 if runs >= work.neighbours else work.apart) * cut.chunks_per_cta + work.piece * pieces, cut
 
 
 def _summed(sequences, chunks, processors, work, runs) -> tuple[float, Schedule]:

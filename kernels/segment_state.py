@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, select_
+from cutlass import Float32, Int32, Int64, select_
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from .blocks import sync
 from .blocks.gemm import k_steps
 from .blocks.normaliser import SumOfGrams, save_grams
-from .blocks.ptx import bits_of, float_of, ldg128_or_zeros, lds128, pick, recompute, stg128, sts128
+from .blocks.ptx import bits_of, float_of, ldg128_or_zeros, lds128, pick, read_word, recompute, stg128, sts128, write_word
 from .blocks.state import save_state
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.tiles import TmaTensor, statistics_layout, tma_load_statistics
@@ -120,7 +120,7 @@ class SegmentState(Scan):
         for number in cutlass.range(at.pieces, unroll=1):
             p = self.piece(at, number)
             self.build_piece(g, pipe, p, group)
-            self.save_gram(g, self.slot(p, p.cta) + 4 * self.config.value_dim * self.config.features, group)
+            self.save_gram(g, p, group)
 
     @cute.jit
     def build_piece(self, g, pipe, p, group):
@@ -146,12 +146,12 @@ class SegmentState(Scan):
         g.gram.add(rows, stage, recompute(g.thread), statistics)
 
     @cute.jit
-    def save_gram(self, g, address, group):
-        """The sum over all warps to `address`."""
+    def save_gram(self, g, p, group):
+        """The sum over all warps, behind the state."""
         g.gram.stash(g.stash, 4 * group + g.thread // 32, g.thread % 32)
         sync.wait(Barrier.TOKENS, 0, 2 * WARPGROUP)
         if group == 0:
-            save_grams(g.stash, address, g.thread)
+            save_grams(g.stash, self.slot(p, p.cta) + 4 * self.config.value_dim * self.config.features, g.thread)
 
     def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""
@@ -200,7 +200,7 @@ class StateSum:
         if adds_up(problem.sequences, *cut, problem.late_ctas):
             groups = Int32(sum_groups(*cut, DEVICE))
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-            self.kernel(problem.states, problem.ctas, *cut, groups).launch(
+            self.kernel(problem.states, problem.ctas, *cut, groups, SUM_THREADS // groups).launch(
                 grid=[groups * (self.size // (4 * SUM_THREADS)), problem.sequences, problem.runs],
                 block=[SUM_THREADS, 1, 1],
                 stream=stream,
@@ -208,22 +208,26 @@ class StateSum:
             )
 
     @cute.kernel
-    def kernel(self, states: Int64, ctas: Int32, stride: Int32, chunks_per_cta: Int32, groups: Int32):
+    def kernel(self, states: Int64, ctas: Int32, stride: Int32, chunks_per_cta: Int32, groups: Int32, width: Int32):
         block, sequence, run = cute.arch.block_idx()
-        thread, width = Uint32(cute.arch.thread_idx()[0]), SUM_THREADS // Uint32(groups)
-        group, place, width = Int32(thread // width), Int32(thread % width), Int32(width)
+        thread = cute.arch.thread_idx()[0]
+        group = quotient(thread * groups, SUM_THREADS)  # of `width` threads
+        place = thread - group * width
         first = run * ctas + quotient(sequence * stride, chunks_per_cta)
         last = run * ctas + quotient((sequence + 1) * stride - 1, chunks_per_cta)
         column = states + 16 * Int64(block * width + place)
         totals = SmemAllocator().allocate(16 * SUM_THREADS, 16).toint() + 16 * place
-        first, last = recompute(first), recompute(last)  # divisions, while the kernel before still runs
+        mine = totals + 16 * group * width
+        write_word(mine, first)  # so that ptxas does not move the divisions behind the wait: the kernel before still runs
+        write_word(mine + 4, last)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        first, last = read_word(mine), read_word(mine + 4)
         before = [Float32(0.0)] * 4
         for start in cutlass.range(first, last, groups * AT_ONCE, unroll=1):
-            mine = start + group * AT_ONCE
-            sums = list(accumulate(self.load_slots(column, mine, last), add_all))
-            sts128(totals + 16 * group * width, *[bits_of(value) for value in sums[-1]])
+            cta = start + group * AT_ONCE
+            sums = list(accumulate(self.load_slots(column, cta, last), add_all))
+            sts128(mine, *[bits_of(value) for value in sums[-1]])
             cute.arch.sync_threads()
             behind = before
             for other in cutlass.range(groups, unroll=1):
@@ -231,8 +235,8 @@ class StateSum:
                 before = add_all(before, [pick(other < group, value, 0.0) for value in total])
                 behind = add_all(behind, total)
             for i in cutlass.range_constexpr(AT_ONCE):
-                if (first < mine + i) & (mine + i < last):  # the first is its own sum
-                    stg128(self.slot(column, mine + i), *add_all(before, sums[i]))
+                if (first < cta + i) & (cta + i < last):  # the first is its own sum
+                    stg128(self.slot(column, cta + i), *add_all(before, sums[i]))
             before = behind
             cute.arch.sync_threads()
 

@@ -165,5 +165,5 @@ class SweepState(WholeSequences, SegmentState):
     def add_gram(self, g, stage):
         """Warp 3 does."""
 
-    def save_gram(self, g, address, group):
+    def save_gram(self, g, p, group):
         """Warp 3 does."""

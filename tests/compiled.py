@@ -242,7 +242,7 @@ def run_pass(
 def run_sum(row: config.ScanConfig, states: Tensor, sequences: int, plan: Schedule) -> None:
     """One launch of the sum of states along sequences."""
     program, heap, groups = compiled_program(row), Heap(), sum_groups(plan.stride, plan.chunks_per_cta)
-    numbers = heap.add(states), plan.ctas // plan.runs, plan.stride, plan.chunks_per_cta, groups
+    numbers = heap.add(states), plan.ctas // plan.runs, plan.stride, plan.chunks_per_cta, groups, SUM_THREADS // groups
     parameters = dict(enumerate(numbers))
     machine = ptx_machine.Machine(program, SUM_THREADS, parameters, {}, heap.end)
     heap.copy_in(machine)

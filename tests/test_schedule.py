@@ -93,6 +93,7 @@ def test_neighbours_walk_side_by_side(sequences, chunks, processors, key_dim):
         (132, 128, HandsOn.ROWS, 128),
         (144, 128, HandsOn.STATE, 140),
         (192, 64, HandsOn.STATE, 94),
+        (256, 128, HandsOn.STATE, 249),
         (264, 128, HandsOn.NOTHING, 128),  # two full waves
         (8, 2048, HandsOn.SUMS, 125),  # 33 CTAs for every two
         (48, 128, HandsOn.SUMS, 47),  # 11 for every four
