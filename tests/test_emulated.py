@@ -176,7 +176,7 @@ def run_output(length, late):
     q, k, v, _ = accuracy.make_inputs((1, length, 1, 16, 64), "cpu")
     o, r = launcher._empty_outputs(q, v)
     output = emulated(config.Operation("forward", 16, 64), late=late)
-    output(q, k, v, o, r, torch.empty(2, dtype=torch.bfloat16), 0.25, 1, chunks, chunks, 0, HandsOn.NOTHING, 0, 0)
+    output(q, k, v, o, r, torch.empty(2, dtype=torch.bfloat16), 0.25, 1, 1, chunks, chunks, 0, HandsOn.NOTHING, 0, 0)
     return accuracy.relative_error(o, accuracy.gold_output(q, k, v))
 
 
