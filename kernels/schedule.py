@@ -87,15 +87,20 @@ def _whole(sequences, chunks, processors, work) -> tuple[float, Schedule]:
 
 
 def _cut_runs(sequences, chunks, processors, runs, hands_on) -> Schedule:
-    """Every run cut into the same ranges, as long as they have to be."""
-    length = sequences // runs * chunks
-    per_cta = -(-length // (processors // runs))
-    return Schedule(runs * -(-length // per_cta), per_cta, chunks, hands_on, runs=runs)
+    """Every run cut into the same ranges, as long as they have to be. What the last CTA of a run would take less is left out
+    behind every sequence instead, so that a CTA with a second piece, which takes time to begin, has fewer chunks: as many as
+    can be, if no range then begins where nothing is."""
+    length = sequences // runs
+    per_cta = -(-length * chunks // (processors // runs))
+    ctas = -(-length * chunks // per_cta)
+    room = (ctas * per_cta) // length if length > 1 else chunks
+    stride = next(s for s in range(room, chunks - 1, -1) if all(n * per_cta % s < chunks for n in range(ctas)))
+    return Schedule(runs * ctas, per_cta, stride, hands_on, runs=runs)
 
 
 def _chained(sequences, chunks, processors, work, runs) -> tuple[float, Schedule]:
     cut = _cut_runs(sequences, chunks, processors, runs, HandsOn.STATE)
-    of_a_run = sequences // runs, chunks, chunks, cut.chunks_per_cta, 0
+    of_a_run = sequences // runs, chunks, cut.stride, cut.chunks_per_cta, 0
     pieces = max(range_of(number, *of_a_run)[-1] for number in range(cut.ctas // runs))
     return (1.0 if runs >= work.neighbours else work.apart) * cut.chunks_per_cta + work.piece * pieces, cut
 

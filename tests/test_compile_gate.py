@@ -96,6 +96,7 @@ SCHEDULES = {
     "summed, a chunk a CTA": Schedule(30, 1, 5, HandsOn.SUMS, runs=6),
     "summed, a short last range": Schedule(18, 2, 5, HandsOn.SUMS, runs=6),
     "summed, two sequences a run": Schedule(12, 3, 5, HandsOn.SUMS, runs=3),
+    "summed, room behind every sequence": Schedule(12, 3, 6, HandsOn.SUMS, runs=3),
     "summed, one run": Schedule(15, 2, 5, HandsOn.SUMS),
     "summed, the later parts alone": Schedule(8, 6, 2, HandsOn.SUMS, 6),
     "summed, first parts in one CTA": Schedule(7, 6, 1, HandsOn.SUMS, 6),
@@ -208,6 +209,7 @@ def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
         last = min(first + schedule.chunks_per_cta, length)
         place = (last - 1) // schedule.stride
         steps = [at - place * schedule.stride for at in range(first, last) if at // schedule.stride == place]
+        steps = [step for step in steps if step < CHUNKS]
         if steps[-1] == CHUNKS - 1:
             steps = ()
         chunks = [CHUNKS - 1 - step for step in steps] if row.scan == "reverse_state" else steps

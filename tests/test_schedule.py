@@ -244,7 +244,9 @@ def test_calls_in_a_queue_do_not_see_each_other(monkeypatch, rule, length):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [(1, 20_000, 4, 16, 128), (6, 1024, 24, 16, 128), (3, 512, 50, 8, 64), (4, 4000, 24, 16, 64)], ids=str
+    "shape",
+    [(1, 20_000, 4, 16, 128), (1, 8192, 24, 16, 64), (6, 1024, 24, 16, 128), (3, 512, 50, 8, 64), (4, 4000, 24, 16, 64)],
+    ids=str,
 )
 def test_real_card_cuts_these(shape):
     batch, length, heads, key_dim, value_dim = shape
@@ -259,7 +261,7 @@ def test_real_card_cuts_these(shape):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_scratch_is_one_state_a_cta(monkeypatch, rule):
-    inputs = accuracy.make_inputs((2, 4096, 8, 16, 128), "cuda")
+    inputs = accuracy.make_inputs((2, 4096, 5, 16, 128), "cuda")
     call = functools.partial(based_backward, *inputs, backend="cute")
     cut_by(monkeypatch, rule)
     call()
@@ -267,6 +269,6 @@ def test_scratch_is_one_state_a_cta(monkeypatch, rule):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     outputs = sum(x.numel() * x.element_size() for x in call())
-    states = 4 * config.state_size(16, 128) * rule(16, 64, 132).slots
+    states = 4 * config.state_size(16, 128) * rule(10, 64, 132).slots
     scratch = torch.cuda.max_memory_allocated() - before - outputs
-    assert states <= scratch <= states + 8 * 2 * 4096 * 8 + (1 << 20)
+    assert states <= scratch <= states + 8 * 2 * 4096 * 5 + (1 << 20)
