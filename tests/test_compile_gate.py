@@ -208,8 +208,8 @@ def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
         first = number * schedule.chunks_per_cta
         last = min(first + schedule.chunks_per_cta, length)
         place = (last - 1) // schedule.stride
-        steps = [at - place * schedule.stride for at in range(first, last) if at // schedule.stride == place]
-        steps = [step for step in steps if step < CHUNKS]
+        start = place * schedule.stride
+        steps = range(max(first - start, 0), min(last - start, CHUNKS))
         if steps[-1] == CHUNKS - 1:
             steps = ()
         chunks = [CHUNKS - 1 - step for step in steps] if row.scan == "reverse_state" else steps

@@ -10,7 +10,7 @@ from cases import chained, cut_by, equal, every_row, parted, scans, summed, uncu
 
 from based_cute import accuracy, launcher
 from based_cute.kernels import config
-from based_cute.kernels.schedule import HandsOn, Schedule
+from based_cute.kernels.schedule import HandsOn
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
@@ -101,7 +101,7 @@ def test_states_are_added_up_along_each_sequence(poisoned_memory, sequences, ran
     row = config.find("state_sum", 8, 64)
     states = torch.randn(sequences, ranges, config.state_size(8, 64), generator=torch.Generator().manual_seed(0))
     found = states.clone()
-    compiled.run_sum(row, found, sequences, Schedule(sequences * ranges, 5, 5 * ranges, HandsOn.SUMS, runs=sequences))
+    compiled.run_sum(row, found, sequences, summed(5)(sequences, 5 * ranges))
     torch.testing.assert_close(found[:, :-1], states[:, :-1].double().cumsum(1).float(), rtol=1e-5, atol=1e-5)
     assert equal((found[:, -1],), (states[:, -1],))
 

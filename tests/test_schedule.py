@@ -20,10 +20,9 @@ UNCUT = (HandsOn.NOTHING, HandsOn.ROWS)
 def pieces_of(plan: Schedule, sequences: int, chunks: int):
     """(cta, number, sequence, step, count, position) of every piece, as the kernels cut the tape."""
     for cta in range(plan.ctas):
-        run, number = divmod(cta, plan.ctas // plan.runs)
-        *words, count = range_of(
-            number, sequences // plan.runs, chunks, plan.stride, plan.chunks_per_cta, plan.late_ctas
-        )
+        run, of_run = divmod(cta, plan.ctas // plan.runs)
+        tape = sequences // plan.runs, chunks, plan.stride
+        *words, count = range_of(of_run, *tape, plan.chunks_per_cta, plan.late_ctas)
         for number in range(count):
             place, *others = piece(*words, chunks, number)
             yield cta, number, place * plan.runs + run, *others
@@ -77,7 +76,7 @@ def test_neighbours_walk_side_by_side(sequences, chunks, processors, key_dim):
     plan = schedule(sequences, chunks, processors, config.work("forward", key_dim, 64))
     of_a_run = plan.ctas // plan.runs
     cut = list(pieces_of(plan, sequences, chunks))
-    first = [piece for piece in cut if piece[0] < of_a_run]
+    first = [x for x in cut if x[0] < of_a_run]
     shifted = [(cta + run * of_a_run, n, sequence + run, *at) for run in range(plan.runs) for cta, n, sequence, *at in first]
     assert shifted == cut
 
