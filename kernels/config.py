@@ -145,6 +145,8 @@ class ScanConfig:
             published = 2 * self.value_dim * self.features + 4 * 2 * self.padded_key_dim**2
             staged = 2 * 2 * self.chunk * 64 + 8 * self.chunk
             own = {"output": 2 * self.chunk * self.value_dim, "sweep": published + staged}.get(self.scan, 0)
+            if self.scan == "reverse_scan":
+                total += self.feature_tiles * 2 * self.chunk * self.padded_key_dim
             total += self.token_warpgroups * (published + own) + 2 * self.chunk * self.padded_key_dim
         else:
             total += self.stash_bytes

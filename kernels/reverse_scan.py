@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32
 from cutlass.cute.math import fma
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -25,7 +26,7 @@ from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
 from .blocks.normaliser import NormaliserProducts
-from .blocks.ptx import float_of, lds128, pack2, pick, unpack
+from .blocks.ptx import float_of, lds128, pack2, pick, pick_word, sts128, unpack, unpack2
 from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import (
     ScaledProducts,
@@ -59,6 +60,7 @@ class Outputs(NamedTuple):
 class ReverseScan(Scan):
     backward = True
     loads_statistics = True
+    weights_rows = True  # for the normaliser, with the features
     consumer_warps = 9  # the storing warp too
 
     def outputs(self, tensors):
@@ -84,6 +86,32 @@ class ReverseScan(Scan):
     def state_products(self, at, statistics, row):
         r, _ = row_statistics(statistics, row)
         return partial(ScaledProducts, scale=at.scale, weight=r)
+
+    def tiles(self) -> dict:
+        """Beside the tiles of every scan, rows of q with weights h / r, since r is in the features."""
+        c = self.config
+        weighted = {"weighted": smem_layout((c.chunk, c.padded_key_dim), c.feature_tiles)}
+        return super().tiles() | (weighted if self.weights_rows else {})
+
+    def gram_rows(self, smem):
+        return smem.weighted
+
+    def gram_factor(self, at):
+        return Float32(1.0)
+
+    def feature_parts(self, smem, thread):
+        parts = super().feature_parts(smem, thread)
+        if self.weights_rows:
+            parts.weighted = SwizzledTile(smem.weighted.iterator.toint(), self.config.chunk, self.config.padded_key_dim)
+        return parts
+
+    def write_weighted(self, g, tile, row, part, words, statistics):
+        r, h = row_statistics(statistics, row)
+        weight = pick(r > 0.0, h * cute.arch.rcp_approx(r), 0.0)
+        words = [pack2(*(value * weight for value in unpack2(word))) for word in words]
+        if self.config.key_dim == 8:  # both parts have the only eight, and zeros stand behind it
+            words = [pick_word(part == 0, word, 0) for word in words]
+        sts128(g.weighted.buffer(tile).chunk(row, part), *words)
 
     @cute.jit
     def help(self, outputs, smem, pipe, problem, warp):

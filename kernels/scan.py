@@ -30,7 +30,7 @@ from cutlass.memory import SmemAllocator
 
 from .blocks import sync
 from .blocks.gemm import Product, k_steps
-from .blocks.normaliser import Normaliser, gram_operand, write_ones
+from .blocks.normaliser import Normaliser, gram_columns, write_ones
 from .blocks.ptx import read_word, read_words, recompute, write_word
 from .blocks.state import load_state, publish_state, save_state
 from .blocks.sync import WARPGROUP, Barrier
@@ -336,11 +336,20 @@ class Scan:
 
     def start_normaliser(self, g, smem):
         """The normaliser beside the state: its product, its accumulator, the ones, and zeros where its copies will be."""
-        g.gram_update = Product(16, b=smem.q if self.backward else smem.k, b_transposed=True)  # G += y^T y
+        phi = gram_columns(smem.phi, self.config.key_dim)
+        g.gram_update = Product(16, phi, self.gram_rows(smem), a_transposed=True, b_transposed=True)
         g.gram = g.gram_update.accumulator()
         g.normaliser = Normaliser(smem.gram)
         self.set_ones(g, smem)
         g.normaliser.clear(g.thread)
+
+    def gram_rows(self, smem):
+        """The rows whose product with the features is the normaliser."""
+        return smem.k
+
+    def gram_factor(self, at):
+        """What G still lacks: the features have scale in their entries, or not."""
+        return at.scale
 
     def set_ones(self, g, smem):
         """The tile of ones: tokens get the sums by a product with it."""
@@ -455,20 +464,23 @@ class Scan:
         rows, statistics = self.chunk_rows(g, stage)
         target = g.phi_tile.buffer(tile)
         row = thread % c.chunk
-        write_features(rows, target, row, thread // c.chunk, c.key_dim, self.state_products(at, statistics, row))
+        words = write_features(rows, target, row, thread // c.chunk, c.key_dim, self.state_products(at, statistics, row))
+        self.write_weighted(g, tile, row, thread // c.chunk, words, statistics)
         sync.publish()
 
+    def write_weighted(self, g, tile, row, part, words, statistics):
+        """The rows of the normaliser's product, where they are not those that were loaded."""
+
     def issue_update(self, g, stage, tile):
-        """S^T += x^T phi and G += y^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
+        """S^T += x^T phi and G += phi^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
 
         Passing the barrier also says that every warp has finished the product before this one: the other tile is free.
         """
-        c = self.config
-        rows, statistics = self.chunk_rows(g, stage)
-        operand = gram_operand(rows, recompute(g.thread), c.chunk, statistics)
+        rows = tile if self.backward else stage
         sync.wait(Barrier.STATE, 0, WARPGROUP)
         warpgroup.fence()
-        g.gram_update.issue(g.gram, k_steps(operand), k_steps(g.gram_update.b, stage), accumulate=True, commit=False)
+        phi, rows = k_steps(g.gram_update.a, tile), k_steps(g.gram_update.b, rows)
+        g.gram_update.issue(g.gram, phi, rows, accumulate=True, commit=False)
         for update, block in zip(g.updates, g.state, strict=True):
             update.issue(block, k_steps(update.a, stage), k_steps(update.b, tile), accumulate=True)
 
@@ -488,7 +500,7 @@ class Scan:
 
     def publish_normaliser(self, g, at, buf, thread):
         """The normaliser beside the state."""
-        g.normaliser.publish(g.gram, at.scale, buf, thread)
+        g.normaliser.publish(g.gram, self.gram_factor(at), buf, thread, self.config.key_dim)
 
     @cute.jit
     def take_chunks(self, outputs, smem, pipe, at):

@@ -151,7 +151,8 @@ class SegmentState(Scan):
         g.gram.stash(g.stash, 4 * group + g.thread // 32, g.thread % 32)
         sync.wait(Barrier.TOKENS, 0, 2 * WARPGROUP)
         if group == 0:
-            save_grams(g.stash, self.slot(p, p.cta) + 4 * self.config.value_dim * self.config.features, g.thread)
+            address = self.slot(p, p.cta) + 4 * self.config.value_dim * self.config.features
+            save_grams(g.stash, address, g.thread, self.config.key_dim)
 
     def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""

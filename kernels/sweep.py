@@ -68,6 +68,7 @@ class Sweep(WholeSequences, ReverseScan):
     issue_inter = ForwardScan.issue_inter
     statistics = ForwardScan.statistics
     state_threads = PUBLISHERS
+    weights_rows = False  # warp 3 sums the normaliser
     before_barrier, before_threads = Barrier.BEFORE_FULL, PUBLISHERS
     consumer_warps = 9  # warp 3 too
     inputs = ("k", "v", "q", "do")  # the state is rewound with k and v, so they come first, on an mbarrier of their own

@@ -23,6 +23,7 @@ from .ptx import (
     mma_16x8x16,
     mul2,
     pack2,
+    pick,
     pick_word,
     stg128,
     stmatrix4,
@@ -32,19 +33,13 @@ from .ptx import (
 )
 from .state import place_of
 from .taylor import quad_sum
-from .tiles import SwizzledTile, side_by_side
+from .tiles import SwizzledTile, columns_of, side_by_side
 
 
-def gram_operand(tile: SwizzledTile, thread, tokens: int, statistics=None):
-    """The A operand (x^T; weights) of the normaliser's product over the rows of the tile; the weights are 1, or the h of
-    the (r, h) rows at `statistics`, as bf16."""
-    lane, sums = thread % 32, thread // 32 == 1
-    fragment, words = register_operand(tokens // 16)
-    for step in range(tokens // 16):
-        _, weighted, weights = gram_step(tile, step, lane, statistics)
-        for i in range(4):
-            words[i + 4 * step] = pick_word(sums, weights[i], weighted[i])
-    return fragment
+def gram_columns(phi, key_dim: int):
+    """64 columns of the feature tiles, among them the row's entries and the constant: their product with the rows is G and the
+    sums, and the rest of it is nobody's. At K = 16 the last; at K = 8 the first, and 16 behind them of whatever follows."""
+    return columns_of(phi, 96 if key_dim == 16 else 0, 64)
 
 
 def gram_step(tile: SwizzledTile, step, lane, statistics=None):
@@ -121,20 +116,23 @@ def stashed_sum(address, warp, entry):
 
 
 @cute.jit
-def save_grams(address, target, thread):
-    """What 8 warps have stashed, added up, as `save_state` stores the accumulator of the normaliser's product, by 128 threads:
-    G in warp 0, the sums in every row of warp 1. Warps 2 and 3 repeat warp 0."""
+def save_grams(address, target, thread, key_dim: int):
+    """What 8 warps have stashed, added up, as `save_state` stores the accumulator of the normaliser's product, by 128 threads,
+    where `Normaliser.publish` looks for it; elsewhere the sums."""
     warp, lane = thread // 32, thread % 32
     for i in cutlass.range_constexpr(2):
-        total = cute.make_rmem_tensor(4, Float32)
-        total.fill(0.0)
+        matrix, sums = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
+        matrix.fill(0.0)
+        sums.fill(0.0)
         for other in cutlass.range_constexpr(8):
-            if warp == 1:
-                pair = [lds32(stashed_sum(address, other, 8 * i + 2 * (lane % 4) + c)) for c in range(2)]
-                add_words(total, pair * 2)
-            else:
-                add_words(total, lds128(stashed_gram(address, other, i, lane)))
-        stg128(place_of(i, target, Int64(thread)), *(total[j] for j in range(4)))
+            pair = [lds32(stashed_sum(address, other, 8 * i + 2 * (lane % 4) + c)) for c in range(2)]
+            add_words(sums, pair * 2)
+            add_words(matrix, lds128(stashed_gram(address, other, i, lane)))
+        if cutlass.const_expr(key_dim == 16):
+            words = [pick(warp == 3, matrix[j], sums[j]) for j in range(4)]
+        else:
+            words = [sums[0], sums[1], matrix[0], matrix[1]]
+        stg128(place_of(i, target, Int64(thread)), *words)
 
 
 def add_words(total, words):
@@ -166,21 +164,31 @@ class Normaliser:
             sts128(self.base + (thread + threads * i) * 16, 0, 0, 0, 0)
 
     @cute.jit
-    def publish(self, acc, factor, buf, thread):
-        """factor * G from warp 0, the sums from four lanes of warp 1."""
-        if thread // 32 == 0:
-            self.write_matrix(acc, factor, buf, thread)
-        if (thread >= 32) & (thread < 36):
-            self.write_sums(acc, buf, thread % 32)
+    def publish(self, acc, factor, buf, thread, key_dim: int):
+        """factor * G and the sums from the product with `gram_columns`: at K = 16 G is rows 48 to 63, and the sums row 40; at
+        K = 8 rows 40 to 47, and row 36."""
+        warp, lane = thread // 32, thread % 32
+        if cutlass.const_expr(key_dim == 16):
+            if warp == 3:
+                self.write_matrix(acc, factor, buf, lane)
+            if (warp == 2) & (lane < 4):
+                for eight in range(2):
+                    self.write_eight((acc[4 * eight + 2], acc[4 * eight + 3]), eight, buf, lane)
+        elif warp == 2:
+            self.write_small(acc[2], acc[3], factor, buf, lane)
+            if lane // 4 == 4:
+                self.write_eight((acc[0], acc[1]), 0, buf, lane % 4)
 
     @cute.jit
     def publish_small(self, matrix, sums, factor, buf, lane):
         """K = 8, by one warp: factor * G from two values a lane, in the order of an accumulator; the sums from four lanes."""
-        words = terms(matrix[0] * factor, matrix[1] * factor, 2)
-        for kind, word in zip((self.HIGH, self.LOW), words, strict=True):
-            sts32(self.tile(kind, buf).chunk(lane // 4, 0) + 4 * (lane % 4), word)
+        self.write_small(*matrix, factor, buf, lane)
         if lane < 4:
             self.write_eight(sums, 0, buf, lane)
+
+    def write_small(self, a, b, factor, buf, lane):
+        for kind, word in zip((self.HIGH, self.LOW), terms(a * factor, b * factor, 2), strict=True):
+            sts32(self.tile(kind, buf).chunk(lane // 4, 0) + 4 * (lane % 4), word)
 
     def tile(self, kind, buf):
         return SwizzledTile(self.base + (kind + self.TILES * buf) * self.TILE, 16, 16)
@@ -189,11 +197,6 @@ class Normaliser:
         pairs = [terms(acc[2 * i] * factor, acc[2 * i + 1] * factor, 2) for i in range(4)]
         for kind, words in zip((self.HIGH, self.LOW), zip(*pairs, strict=True), strict=True):
             stmatrix4(self.tile(kind, buf).chunk(lane % 16, lane // 16), *words)
-
-    def write_sums(self, acc, buf, lane):
-        """Lane l of the quad holds sums 2l, 2l + 1 and the same of the second eight."""
-        for eight in range(2):
-            self.write_eight((acc[4 * eight], acc[4 * eight + 1]), eight, buf, lane)
 
     def write_eight(self, pair, eight: int, buf, lane):
         """Sums 2 lane, 2 lane + 1 of one eight."""

@@ -220,7 +220,7 @@ def write_features(source, target, row, part, key_dim: int, products):
 
     The two share a token by columns where a diagonal has two slots (K = 16: `side`, each sees its eight as entries 0..7),
     else by diagonals (K = 8: `turn`, turned by K/4 entries the second half has the same compile-time shifts as the first).
-    `products(left, right)` makes products of packed words.
+    `products(left, right)` makes products of packed words. Returns the words of the row's eight entries on the thread's side.
     """
     sides = key_dim // SLOT
     side, turn = (part, 0) if sides == 2 else (0, part)
@@ -234,8 +234,11 @@ def write_features(source, target, row, part, key_dim: int, products):
         per_panel = target.chunks // sides
         sts128(target.chunk(row, (number % per_panel) * sides + side, number // per_panel), *slot)
 
-    for shift in range(shifts):
-        write(turn * shifts + shift, [x.product(a, a + shift) for a in range(0, SLOT, 2)])
+    def write_diagonals(first):  # those of an odd distance take words that straddle two of the row's
+        for shift in range(first, shifts, 2):
+            write(turn * shifts + shift, [x.product(a, a + shift) for a in range(0, SLOT, 2)])
+
+    write_diagonals(0)
     linear = [x.entry(a) for a in range(0, SLOT, 2)]
     half = _half_slot(x if sides == 2 else products(words, words), side, key_dim)
     if sides == 2:
@@ -243,6 +246,8 @@ def write_features(source, target, row, part, key_dim: int, products):
         write(key_dim // 2 + 1, linear)
     else:
         write(key_dim // 2 + turn, [pick_word(turn == 0, h, e) for h, e in zip(half, linear, strict=True)])
+    write_diagonals(1)
+    return words[: SLOT // 2]
 
 
 def _half_slot(x, side, key_dim: int) -> list:

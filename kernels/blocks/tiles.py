@@ -34,6 +34,15 @@ def smem_layout(shape, buffers: int | None = None):
     return cute.tile_to_shape(atom, full, order=order)
 
 
+def columns_of(tile, first: int, count: int):
+    """`count` columns from `first` on of a (rows, columns, buffers) tile of `smem_layout`, whole panels."""
+    rows, columns, buffers = (cute.size(tile.shape[mode]) for mode in range(3))
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, columns)
+    outer = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, BFloat16), (rows, count), order=(0, 1)).outer
+    layout = cute.make_layout((*outer.shape, buffers), stride=(*outer.stride, rows * columns))
+    return cute.make_tensor(tile.iterator + rows * first, layout)
+
+
 def side_by_side(tile, blocks: int):
     """A (rows, columns, buffers) tile of `smem_layout`, no wider than its swizzle, seen with `blocks` blocks of its rows next
     to each other: (rows / blocks, columns * blocks, buffers)."""
