@@ -9,7 +9,8 @@ Per chunk, keys as rows (j), queries as columns (i >= j), t = 1 + s, r and h of 
     (7) W   = v dS^T
     dk = scale dk + adjoint(W)
 
-scale and r ride on the features of the state, so W and (6) need neither.
+scale and r ride on the features of the state, so W and (6) need neither, and the rows of q that G_h and g_h are summed from
+have weights h / r.
 """
 
 from functools import partial

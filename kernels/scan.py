@@ -16,7 +16,8 @@ ranges (schedule.py). One CTA scans one range, piece by piece, a piece being wha
     sState            state warpgroup   token products (Y, W, dv)                STATE_FULL / STATE_FREE, one a token warpgroup
     sGram             state warpgroup   token products (normaliser)              the same
     sOnes             state warpgroup   token products (normaliser)              the first STATE_FULL
-    sPhi x tiles      state warpgroup   S^T update                               STATE
+    sPhi x tiles      state warpgroup   S^T and normaliser update                STATE
+    sWeighted x tiles state warpgroup   normaliser update (reverse)              STATE
 """
 
 from types import SimpleNamespace
@@ -469,7 +470,8 @@ class Scan:
         sync.publish()
 
     def write_weighted(self, g, tile, row, part, words, statistics):
-        """The rows of the normaliser's product, where they are not those that were loaded."""
+        """The rows of the normaliser's product, where they are not those that were loaded. words: the row's eight entries on
+        the thread's side (`write_features`)."""
 
     def issue_update(self, g, stage, tile):
         """S^T += x^T phi and G += phi^T y over the chunk in `stage`, once all warps have written feature tile `tile`.

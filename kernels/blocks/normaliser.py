@@ -1,8 +1,8 @@
 """The normaliser phi(q) . sum phi(k) of the state, kept as a Gram matrix.
 
-It needs only the count, sum k and G = sum k k^T (K x K), which one more product per chunk accumulates beside the state: rows
-0..15 of its A operand are x^T (warp 0), rows 16..31 the weights themselves (warp 1), so that the accumulator's rows hold G
-and, 16 times, sum x. Warps 2 and 3 repeat warp 0.
+It needs only the count, sum k and G = sum k k^T (K x K), which one more product per chunk accumulates beside the state: its A
+operand is 64 columns of the features, some of which are the row's entries and one the constant, so that rows of the accumulator
+hold G and the sums; nobody asks for the others.
 """
 
 import cutlass
