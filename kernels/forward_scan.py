@@ -56,6 +56,7 @@ class Outputs(NamedTuple):
 class ForwardScan(Scan):
     backward = False
     consumer_warps = 8
+    scaled_features = False
     kept_chunks = 5  # 22 MB of all SMs at V = 128, of an L2 of 50 MB
     before_barrier, before_threads = Barrier.STATE_FULL, 2 * WARPGROUP  # where tokens wait for the state before the chunk
 

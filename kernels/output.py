@@ -58,9 +58,6 @@ class OutputScan(Scan):
     def state_products(self, at, statistics, row):
         return partial(ScaledProducts, scale=at.scale, weight=1.0)
 
-    def gram_factor(self, at):
-        return Float32(1.0)
-
     def token_parts(self, smem, group):
         c = self.config
         tile = SwizzledTile(smem.o.iterator.toint(), c.chunk, c.value_dim)

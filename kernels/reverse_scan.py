@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
 from cutlass.cute.math import fma
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -96,9 +95,6 @@ class ReverseScan(Scan):
 
     def gram_rows(self, smem):
         return smem.weighted
-
-    def gram_factor(self, at):
-        return Float32(1.0)
 
     def feature_parts(self, smem, thread):
         parts = super().feature_parts(smem, thread)

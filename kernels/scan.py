@@ -90,6 +90,7 @@ class Scan:
     inputs = ("q", "k", "v", "do")
     backward: bool  # chunks are taken from the last to the first
     loads_statistics = False  # r and h, which another pass wrote
+    scaled_features = True  # entries and products have scale in them, and so G
     reads_again = True  # a token warpgroup its own rows in a stage, behind its products
     state_threads = 2 * WARPGROUP  # that hand over copies of the state: the state warpgroup and a token warpgroup
     consumer_warps: int  # warps that release a stage: state 4, one token warpgroup 4, helpers
@@ -349,8 +350,8 @@ class Scan:
         return smem.k
 
     def gram_factor(self, at):
-        """What G still lacks: the features have scale in their entries, or not."""
-        return at.scale
+        """What G still lacks."""
+        return Float32(1.0) if self.scaled_features else at.scale
 
     def set_ones(self, g, smem):
         """The tile of ones: tokens get the sums by a product with it."""

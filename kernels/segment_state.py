@@ -152,7 +152,8 @@ class SegmentState(Scan):
         sync.wait(Barrier.TOKENS, 0, 2 * WARPGROUP)
         if group == 0:
             address = self.slot(p, p.cta) + 4 * self.config.value_dim * self.config.features
-            save_grams(g.stash, address, g.thread, self.config.key_dim)
+            factor = p.scale if self.scaled_features else Float32(1.0)
+            save_grams(g.stash, address, g.thread, factor, self.config.key_dim)
 
     def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""
@@ -164,6 +165,7 @@ class SegmentState(Scan):
 
 class ForwardState(SegmentState):
     inputs = ("k", "v")
+    scaled_features = False
     state_products = ForwardScan.state_products
 
 

@@ -116,9 +116,9 @@ def stashed_sum(address, warp, entry):
 
 
 @cute.jit
-def save_grams(address, target, thread, key_dim: int):
+def save_grams(address, target, thread, factor, key_dim: int):
     """What 8 warps have stashed, added up, as `save_state` stores the accumulator of the normaliser's product, by 128 threads,
-    where `Normaliser.publish` looks for it; elsewhere the sums."""
+    where `Normaliser.publish` looks for it: factor * G, and elsewhere the sums."""
     warp, lane = thread // 32, thread % 32
     for i in cutlass.range_constexpr(2):
         matrix, sums = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
@@ -128,6 +128,8 @@ def save_grams(address, target, thread, key_dim: int):
             pair = [lds32(stashed_sum(address, other, 8 * i + 2 * (lane % 4) + c)) for c in range(2)]
             add_words(sums, pair * 2)
             add_words(matrix, lds128(stashed_gram(address, other, i, lane)))
+        for j in range(4):
+            matrix[j] = matrix[j] * factor
         if cutlass.const_expr(key_dim == 16):
             words = [pick(warp == 3, matrix[j], sums[j]) for j in range(4)]
         else:
