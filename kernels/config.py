@@ -128,11 +128,6 @@ class ScanConfig:
         return (3 if self.scan == "sweep" else 2) * self.stages
 
     @property
-    def stash_bytes(self) -> int:
-        """Where the warps of a pass that sums states leave their normalisers: 9 words a thread."""
-        return 4 * 9 * WARPGROUP * self.token_warpgroups
-
-    @property
     def shared_memory(self) -> int:
         """Bytes a CTA takes (the kernel asserts that its storage struct has this size): the stages, the feature tiles, the
         barriers; where the state is published for each token warpgroup a bf16 copy of it, the normaliser (four bf16 tiles),
@@ -145,11 +140,9 @@ class ScanConfig:
             published = 2 * self.value_dim * self.features + 4 * 2 * self.padded_key_dim**2
             staged = 2 * 2 * self.chunk * 64 + 8 * self.chunk
             own = {"output": 2 * self.chunk * self.value_dim, "sweep": published + staged}.get(self.scan, 0)
-            if self.scan == "reverse_scan":
-                total += self.feature_tiles * 2 * self.chunk * self.padded_key_dim
             total += self.token_warpgroups * (published + own) + 2 * self.chunk * self.padded_key_dim
-        else:
-            total += self.stash_bytes
+        if self.scan in ("reverse_scan", "reverse_state"):
+            total += self.feature_tiles * 2 * self.chunk * self.padded_key_dim
         return -(-total // 1024) * 1024
 
 

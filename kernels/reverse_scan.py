@@ -57,10 +57,38 @@ class Outputs(NamedTuple):
     dv: TmaTensor
 
 
-class ReverseScan(Scan):
+class WeightedRows:
+    """Of passes whose features have r in them: the normaliser's product takes rows of q with weights h / r."""
+
+    weights_rows = True
+
+    def tiles(self) -> dict:
+        """Beside the others those of the rows, written with the features."""
+        c = self.config
+        weighted = {"weighted": smem_layout((c.chunk, c.padded_key_dim), c.feature_tiles)}
+        return super().tiles() | (weighted if self.weights_rows else {})
+
+    def gram_rows(self, smem):
+        return smem.weighted
+
+    def feature_parts(self, smem, thread):
+        parts = super().feature_parts(smem, thread)
+        if self.weights_rows:
+            parts.weighted = SwizzledTile(smem.weighted.iterator.toint(), self.config.chunk, self.config.padded_key_dim)
+        return parts
+
+    def write_weighted(self, g, tile, row, part, words, statistics):
+        r, h = row_statistics(statistics, row)
+        weight = pick(r > 0.0, h * cute.arch.rcp_approx(r), 0.0)
+        words = [pack2(*(value * weight for value in unpack2(word))) for word in words]
+        if self.config.key_dim == 8:  # both parts have the only eight, and zeros stand behind it
+            words = [pick_word(part == 0, word, 0) for word in words]
+        sts128(g.weighted.buffer(tile).chunk(row, part), *words)
+
+
+class ReverseScan(WeightedRows, Scan):
     backward = True
     loads_statistics = True
-    weights_rows = True  # for the normaliser, with the features
     consumer_warps = 9  # the storing warp too
 
     def outputs(self, tensors):
@@ -86,29 +114,6 @@ class ReverseScan(Scan):
     def state_products(self, at, statistics, row):
         r, _ = row_statistics(statistics, row)
         return partial(ScaledProducts, scale=at.scale, weight=r)
-
-    def tiles(self) -> dict:
-        """Beside the tiles of every scan, rows of q with weights h / r, since r is in the features."""
-        c = self.config
-        weighted = {"weighted": smem_layout((c.chunk, c.padded_key_dim), c.feature_tiles)}
-        return super().tiles() | (weighted if self.weights_rows else {})
-
-    def gram_rows(self, smem):
-        return smem.weighted
-
-    def feature_parts(self, smem, thread):
-        parts = super().feature_parts(smem, thread)
-        if self.weights_rows:
-            parts.weighted = SwizzledTile(smem.weighted.iterator.toint(), self.config.chunk, self.config.padded_key_dim)
-        return parts
-
-    def write_weighted(self, g, tile, row, part, words, statistics):
-        r, h = row_statistics(statistics, row)
-        weight = pick(r > 0.0, h * cute.arch.rcp_approx(r), 0.0)
-        words = [pack2(*(value * weight for value in unpack2(word))) for word in words]
-        if self.config.key_dim == 8:  # both parts have the only eight, and zeros stand behind it
-            words = [pick_word(part == 0, word, 0) for word in words]
-        sts128(g.weighted.buffer(tile).chunk(row, part), *words)
 
     @cute.jit
     def help(self, outputs, smem, pipe, problem, warp):

@@ -140,17 +140,10 @@ class Scan:
             fields["statistics"] = cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.chunk * self.row_buffers], 128]
         fields["barriers"] = cute.struct.MemRange[Int64, c.barriers]
         fields["range"] = cute.struct.Align[cute.struct.MemRange[Int32, RANGE_WORDS], 16]
-        if self.stash_bytes:
-            fields["stash"] = cute.struct.Align[cute.struct.MemRange[Int32, self.stash_bytes // 4], 128]
         storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
         size = storage.size_in_bytes()
         assert size == c.shared_memory, f"{c.name}: storage takes {size} bytes, config says {c.shared_memory}"
         return storage
-
-    @property
-    def stash_bytes(self) -> int:
-        """Where warps leave normalisers."""
-        return 0
 
     @property
     def ring_bytes(self) -> int:
@@ -176,7 +169,6 @@ class Scan:
         }
         if self.backward:
             smem["statistics"] = storage.statistics.get_tensor(statistics_layout(c.chunk, self.row_buffers))
-        smem["stash"] = storage.stash.data_ptr().toint() if self.stash_bytes else None
         return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr(), range=storage.range.data_ptr().toint())
 
     @cute.kernel
@@ -337,13 +329,17 @@ class Scan:
             self.carry_piece(g, pipe, self.piece(at, number))
 
     def start_normaliser(self, g, smem):
-        """The normaliser beside the state: its product, its accumulator, the ones, and zeros where its copies will be."""
-        phi = gram_columns(smem.phi, self.config.key_dim)
-        g.gram_update = Product(16, phi, self.gram_rows(smem), a_transposed=True, b_transposed=True)
-        g.gram = g.gram_update.accumulator()
+        """The normaliser beside the state, the ones, and zeros where its copies will be."""
+        self.start_gram(g, smem)
         g.normaliser = Normaliser(smem.gram)
         self.set_ones(g, smem)
         g.normaliser.clear(g.thread)
+
+    def start_gram(self, g, smem):
+        """The normaliser's product and its accumulator."""
+        phi = gram_columns(smem.phi, self.config.key_dim)
+        g.gram_update = Product(16, phi, self.gram_rows(smem), a_transposed=True, b_transposed=True)
+        g.gram = g.gram_update.accumulator()
 
     def gram_rows(self, smem):
         """The rows whose product with the features is the normaliser."""
@@ -475,12 +471,16 @@ class Scan:
         the thread's side (`write_features`)."""
 
     def issue_update(self, g, stage, tile):
-        """S^T += x^T phi and G += phi^T y over the chunk in `stage`, once all warps have written feature tile `tile`.
+        """The products of the chunk in `stage`, once all warps have written feature tile `tile`.
 
         Passing the barrier also says that every warp has finished the product before this one: the other tile is free.
         """
-        rows = tile if self.backward else stage
         sync.wait(Barrier.STATE, 0, WARPGROUP)
+        self.issue_products(g, stage, tile)
+
+    def issue_products(self, g, stage, tile):
+        """S^T += x^T phi and G += phi^T y over the chunk in `stage`, a group for each 64 rows of S^T."""
+        rows = tile if self.backward else stage
         warpgroup.fence()
         phi, rows = k_steps(g.gram_update.a, tile), k_steps(g.gram_update.b, rows)
         g.gram_update.issue(g.gram, phi, rows, accumulate=True, commit=False)

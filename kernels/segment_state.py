@@ -4,14 +4,15 @@
     StateSum                                   their sums along a sequence: the state behind each range
 
 The first reads what the state update of its scan reads: k and v, or q, do, r and h. Its CTA is a scan whose token warpgroups
-build features and sum the normaliser, so that the state warpgroup does nothing but multiply:
+build features, so that the state warpgroup does nothing but multiply:
 
     warp 0                    loads a chunk into a stage of the ring
-    warps 4..7                the state warpgroup: S^T in its accumulators
-    warps 8..11, 12..15       chunks in turn: phi into the next of the feature tiles, the Gram matrix in the accumulators
+    warps 4..7                the state warpgroup: S^T in its accumulators, the normaliser beside it
+    warps 8..11, 12..15       chunks in turn: phi into the next of the feature tiles
 
     buffer            writer                    reader
-    sPhi x tiles      token warpgroups          S^T update                TILE_FULL / TILE_FREE, one a tile
+    sPhi x tiles      token warpgroups          S^T and normaliser update       TILE_FULL / TILE_FREE, one a tile
+    sWeighted x tiles token warpgroups          normaliser update (reverse)     the same
 """
 
 from itertools import accumulate
@@ -24,16 +25,14 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from .blocks import sync
-from .blocks.gemm import k_steps
-from .blocks.normaliser import SumOfGrams, save_grams
-from .blocks.ptx import bits_of, float_of, ldg128_or_zeros, lds128, pick, read_word, recompute, stg128, sts128, write_word
+from .blocks.ptx import bits_of, float_of, ldg128_or_zeros, lds128, pick, read_word, stg128, sts128, write_word
 from .blocks.state import save_state
 from .blocks.sync import WARPGROUP, Barrier
 from .blocks.tiles import TmaTensor, statistics_layout, tma_load_statistics
 from .config import state_size
 from .forward_scan import ForwardScan
 from .output import OutputScan
-from .reverse_scan import ReverseScan
+from .reverse_scan import ReverseScan, WeightedRows
 from .scan import DEVICE, Scan, quotient
 from .schedule import AT_ONCE, SUM_THREADS, HandsOn, adds_up, sum_groups, summed_ranges
 
@@ -58,10 +57,6 @@ class SegmentState(Scan):
         problem = problem._replace(**{name: Int32(number) for name, number in numbers.items()})
         super().start(tensors, problem, stream)
 
-    @property
-    def stash_bytes(self) -> int:
-        return self.config.stash_bytes
-
     def outputs(self, tensors):
         return Statistics(None)
 
@@ -69,36 +64,31 @@ class SegmentState(Scan):
     def carry_state(self, smem, pipe, at):
         """The state warpgroup: one piece, that of the sequence that goes on in the next CTA, or none."""
         g = self.state_parts(smem, cute.arch.thread_idx()[0] - WARPGROUP)
+        self.start_gram(g, smem)
         for number in cutlass.range(at.pieces, unroll=1):
             p = self.piece(at, number)
             self.sum_piece(g, pipe, p)
-            save_state(g.state, self.slot(p, p.cta), g.thread)
+            save_state((*g.state, g.gram), self.slot(p, p.cta), g.thread)
 
     @cute.jit
     def sum_piece(self, g, pipe, p):
         """All chunks of a piece: each product is issued behind that of the chunk before, whose stage and tile are then given
         back."""
-        for block in g.state:
+        for block in (*g.state, g.gram):
             block.fill(0.0)
         stage = sync.consumer_state(self.config.stages, p.position)
         before = stage
         for turn in cutlass.range(p.count, unroll=1):
             pipe.consumer_wait(stage)
-            self.issue_product(g, stage.index, turn % self.config.feature_tiles)
-            warpgroup.wait_group(1)
+            tile = turn % self.config.feature_tiles
+            sync.wait(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
+            self.issue_products(g, stage.index, tile)
+            warpgroup.wait_group(len(g.updates))
             if turn > 0:
                 self.give_back(pipe, before, p.count, turn - 1)
             before = stage
             stage = sync.advanced(stage, 1)
         warpgroup.wait_group(0)
-
-    def issue_product(self, g, stage, tile):
-        """S^T += x^T phi over the chunk in `stage`, once its features are there."""
-        sync.wait(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
-        warpgroup.fence()
-        for update, block in zip(g.updates, g.state, strict=True):
-            values, phi = k_steps(update.a, stage), k_steps(update.b, tile)
-            update.issue(block, values, phi, accumulate=True, commit=update is g.updates[-1])
 
     @cute.jit
     def give_back(self, pipe, stage, count, turn):
@@ -110,50 +100,29 @@ class SegmentState(Scan):
 
     @cute.jit
     def take_chunks(self, outputs, smem, pipe, at):
-        """A token warpgroup: features and normaliser of the chunks that it takes in turn; one that gets none must not write
-        what the kernel before still reads."""
+        """A token warpgroup: features of the chunks that it takes in turn; one that gets none must not write what the kernel
+        before still reads."""
         cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0] - 2 * WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         g = self.feature_parts(smem, thread % WARPGROUP)
-        g.gram, g.stash = SumOfGrams(smem.q if self.backward else smem.k), smem.stash
         for number in cutlass.range(at.pieces, unroll=1):
-            p = self.piece(at, number)
-            self.build_piece(g, pipe, p, group)
-            self.save_gram(g, p, group)
+            self.build_piece(g, pipe, self.piece(at, number), group)
 
     @cute.jit
     def build_piece(self, g, pipe, p, group):
-        """This warpgroup's chunks of a piece: phi of each into a tile that the state warpgroup is done with, while the Gram
-        product is under way."""
+        """This warpgroup's chunks of a piece: phi of each into a tile that the state warpgroup is done with."""
         c = self.config
         for turn in cutlass.range(self.turns(p, group), unroll=1):
             step = c.token_warpgroups * turn + group
             tile = step % c.feature_tiles
             stage = sync.consumer_state(c.stages, p.position + step)
             pipe.consumer_wait(stage)
-            self.add_gram(g, stage.index)
             if step >= c.feature_tiles:
                 sync.wait(Barrier.TILE_FREE, tile, 2 * WARPGROUP)
             self.build_features(g, p, stage.index, tile)
             sync.arrive(Barrier.TILE_FULL, tile, 2 * WARPGROUP)
-            warpgroup.wait_group(0)
             pipe.consumer_release(stage)
-
-    def add_gram(self, g, stage):
-        """The normaliser of the chunk in `stage`."""
-        rows, statistics = self.chunk_rows(g, stage)
-        g.gram.add(rows, stage, recompute(g.thread), statistics)
-
-    @cute.jit
-    def save_gram(self, g, p, group):
-        """The sum over all warps, behind the state."""
-        g.gram.stash(g.stash, 4 * group + g.thread // 32, g.thread % 32)
-        sync.wait(Barrier.TOKENS, 0, 2 * WARPGROUP)
-        if group == 0:
-            address = self.slot(p, p.cta) + 4 * self.config.value_dim * self.config.features
-            factor = p.scale if self.scaled_features else Float32(1.0)
-            save_grams(g.stash, address, g.thread, factor, self.config.key_dim)
 
     def place(self, problem, smem):
         """As in every scan, with one piece, and none where the range ends with its sequence."""
@@ -174,7 +143,7 @@ class OutputState(SegmentState):
     state_products = OutputScan.state_products
 
 
-class ReverseState(SegmentState):
+class ReverseState(WeightedRows, SegmentState):
     inputs = ("q", "do")
     backward = True
     loads_statistics = True

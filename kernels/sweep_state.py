@@ -161,9 +161,3 @@ class SweepState(WholeSequences, SegmentState):
         """The state before `chunk`, where the sweep will ask for it."""
         if (chunk == p.chunks) | self.starts_here(chunk):
             save_state(g.state, self.checkpoint(p, chunk, p.chunks + 1), g.thread)
-
-    def add_gram(self, g, stage):
-        """Warp 3 does."""
-
-    def save_gram(self, g, p, group):
-        """Warp 3 does."""

@@ -7,33 +7,25 @@ hold G and the sums; nobody asks for the others.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
-from cutlass.cute.math import fma
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Float32
 
-from .gemm import Product, k_steps, register_operand
+from .gemm import Product, k_steps
 from .ptx import (
     ONE_ZERO,
     ONES,
-    bits_of,
     float_of,
     ldmatrix4_transposed,
-    lds32,
     lds128,
     mma_16x8x16,
     mul2,
     pack2,
-    pick,
     pick_word,
-    stg128,
     stmatrix4,
     sts32,
     sts128,
     unpack2,
 )
-from .state import place_of
-from .taylor import quad_sum
-from .tiles import SwizzledTile, columns_of, side_by_side
+from .tiles import SwizzledTile, columns_of
 
 
 def gram_columns(phi, key_dim: int):
@@ -63,83 +55,6 @@ def gram_of_eight(tile: SwizzledTile, statistics, lane, tokens: int) -> list:
         entries, weighted, weights = gram_step(tile, step, lane, statistics)
         total = mma_16x8x16((weighted[0], weights[1], weighted[2], weights[3]), (entries[0], entries[2]), total)
     return total
-
-
-class SumOfGrams:
-    """The normaliser of many chunks, which nobody asks for in between: each warp of a warpgroup sums that of its own 16 tokens
-    of a chunk.
-
-    G takes one k-step: the x^T of the four warps, one below the other, times the x of their tokens, side by side, has the G of
-    each warp in the blocks on its diagonal. Four k-steps of 16 columns take four times as long, as a k-step of WGMMA takes 33
-    cycles whether it has 16 columns or 64. The sums, two entries a lane, are ordinary additions.
-    """
-
-    def __init__(self, rows):
-        """rows: (64, 16, stages) shared tiles."""
-        self.update = Product(64, b=side_by_side(rows, 4), b_transposed=True)
-        self.acc, self.sums = self.update.accumulator(), cute.make_rmem_tensor(2, Float32)
-        self.acc.fill(0.0)
-        self.sums.fill(0.0)
-
-    def add(self, tile: SwizzledTile, stage, thread, statistics=None):
-        """Absorb the chunk in `stage`; the product stays in flight."""
-        entries, weighted, weights = gram_step(tile, thread // 32, thread % 32, statistics)
-        operand, words = register_operand(1)
-        for i in range(4):
-            words[i] = weighted[i]
-        warpgroup.fence()
-        self.update.issue(self.acc, k_steps(operand), k_steps(self.update.b, stage), accumulate=True)
-        for i in range(4):
-            for x, weight in zip(unpack2(entries[i]), unpack2(weights[i]), strict=True):
-                self.sums[i % 2] = fma(x, weight, self.sums[i % 2])
-
-    def stash(self, address, warp, lane):
-        """To shared memory: G as (warps, 2, 32 lanes, 4) fp32, then the sums as (warps, 16), of 8 warps."""
-        at = warp % 4
-        for i in range(2):
-            words = []
-            for j in range(4 * i, 4 * i + 4):
-                blocks = [bits_of(self.acc[8 * block + j]) for block in range(4)]
-                words.append(pick_word(at < 2, pick_word(at == 0, *blocks[:2]), pick_word(at == 2, *blocks[2:])))
-            sts128(stashed_gram(address, warp, i, lane), *words)
-        for half in range(2):
-            total = quad_sum(self.sums[half])
-            sts32(stashed_sum(address, warp, lane // 4 + 8 * half), bits_of(total))
-
-
-def stashed_gram(address, warp, i, lane):
-    return address + 16 * (lane + 32 * (i + 2 * warp))
-
-
-def stashed_sum(address, warp, entry):
-    return address + 8 * 2 * 32 * 16 + 4 * (entry + 16 * warp)
-
-
-@cute.jit
-def save_grams(address, target, thread, factor, key_dim: int):
-    """What 8 warps have stashed, added up, as `save_state` stores the accumulator of the normaliser's product, by 128 threads,
-    where `Normaliser.publish` looks for it: factor * G, and elsewhere the sums."""
-    warp, lane = thread // 32, thread % 32
-    for i in cutlass.range_constexpr(2):
-        matrix, sums = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
-        matrix.fill(0.0)
-        sums.fill(0.0)
-        for other in cutlass.range_constexpr(8):
-            pair = [lds32(stashed_sum(address, other, 8 * i + 2 * (lane % 4) + c)) for c in range(2)]
-            add_words(sums, pair * 2)
-            add_words(matrix, lds128(stashed_gram(address, other, i, lane)))
-        for j in range(4):
-            matrix[j] = matrix[j] * factor
-        if cutlass.const_expr(key_dim == 16):
-            words = [pick(warp == 3, matrix[j], sums[j]) for j in range(4)]
-        else:
-            words = [sums[0], sums[1], matrix[0], matrix[1]]
-        stg128(place_of(i, target, Int64(thread)), *words)
-
-
-def add_words(total, words):
-    for j in range(4):
-        total[j] = total[j] + float_of(words[j])
 
 
 class Normaliser:

@@ -29,7 +29,6 @@ class Barrier(enum.IntEnum):
     ROWS_FULL = 14  # token warpgroup -> warp 3: r and h are there (sweep.py)
     KEYS_FULL = 6  # warps 1 and 2 -> state warpgroup: the features of the keys are there (sweep.py)
     KEYS_FREE = 7  # state warpgroup -> warps 1 and 2: they have been multiplied
-    TOKENS = 10  # both token warpgroups (segment_state.py)
 
 
 def arrive(barrier: Barrier, group, threads: int):

@@ -43,16 +43,6 @@ def columns_of(tile, first: int, count: int):
     return cute.make_tensor(tile.iterator + rows * first, layout)
 
 
-def side_by_side(tile, blocks: int):
-    """A (rows, columns, buffers) tile of `smem_layout`, no wider than its swizzle, seen with `blocks` blocks of its rows next
-    to each other: (rows / blocks, columns * blocks, buffers)."""
-    rows, columns, buffers = (cute.size(tile.shape[mode]) for mode in range(3))
-    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, columns)
-    atom = warpgroup.make_smem_layout_atom(kind, BFloat16)
-    layout = cute.tile_to_shape(atom, (rows // blocks, columns * blocks, buffers), order=(0, 1, 2))
-    return cute.make_tensor(cute.recast_ptr(tile.iterator, layout.inner), layout.outer)
-
-
 def statistics_layout(chunk: int, stages: int):
     """(r, h) pairs of a chunk, fp32, for each stage."""
     return cute.make_layout((2 * chunk, stages))
