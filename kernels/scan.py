@@ -118,7 +118,8 @@ class Scan:
         rows, values = (smem_layout((c.chunk, width), c.stages) for width in (c.padded_key_dim, c.value_dim))
         inputs = {name: values if name in ("v", "do") else rows for name in self.inputs}
         phi = smem_layout((c.chunk, c.features), c.feature_tiles)
-        return inputs | {"phi": phi} | (self.published_tiles() if c.publishes else {})
+        first = {"phi": phi}  # at K = 8 the normaliser's product reads 16 columns more than the last tile has
+        return first | inputs | (self.published_tiles() if c.publishes else {})
 
     def published_tiles(self) -> dict:
         """What the state warpgroup writes for the token warpgroups."""

@@ -223,6 +223,7 @@ def run_pass(
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
     maps = {position: tensor_map(row, name, tensors[name]) for name, position in descriptors_of(row).items()}
     machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
+    machine.shared_bytes = row.shared_memory
     machine.settled = {position for name, position in descriptors_of(row).items() if name in settled(row, plan)}
     handed_on = plan.hands_on in (HandsOn.STATE, HandsOn.ROWS)
     if late and not (row.scan == "reverse_scan" and plan.hands_on == HandsOn.ROWS):

@@ -159,6 +159,7 @@ class Mbarrier:
 class Cta:
     index: tuple[int, int, int]
     threads: int
+    shared_bytes: int
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
     arrived: dict[int, int] = field(default_factory=dict)  # named barrier -> threads
     generation: dict[int, int] = field(default_factory=dict)
@@ -166,7 +167,7 @@ class Cta:
     registers: dict[int, int] = field(default_factory=dict)  # warp -> registers a thread
 
     def __post_init__(self):
-        self.shared = np.full(SHARED_BYTES // 4, 0x7FC07FC0, np.uint32)  # NaN as fp32 and as bf16
+        self.shared = np.full(self.shared_bytes // 4, 0x7FC07FC0, np.uint32)  # NaN as fp32 and as bf16
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ class Machine:
     def __init__(self, program: Program, threads: int, parameters: dict, maps: dict, global_bytes: int = 0, late: bool = False):
         self.program, self.threads, self.parameters, self.maps = program, threads, parameters, maps
         self.late = late
+        self.shared_bytes = SHARED_BYTES  # an access behind them is an IndexError
         self.memory = np.full(global_bytes // 4 + 1, 0x7FC07FC0, np.uint32)
         self.flags: dict[int, int] = {}
         self.kernel_before: Callable | None = None  # what it still does, once nothing else can go on
@@ -220,7 +222,7 @@ class Machine:
 
     def run(self, ctas: int, rows: int = 1, layers: int = 1) -> list[Cta]:
         """All CTAs of a (ctas, rows, layers) grid to their end. Raises Stuck when nothing can go on."""
-        grid = [Cta((x, y, z), self.threads) for z in range(layers) for y in range(rows) for x in range(ctas)]
+        grid = [Cta((x, y, z), self.threads, self.shared_bytes) for z in range(layers) for y in range(rows) for x in range(ctas)]
         units = [Unit(self, cta, first, count) for cta in grid for first, count in self.units()]
         units = deque((unit, unit.run()) for unit in (reversed(units) if self.late else units))
         waiting: dict[tuple, str] = {}

@@ -86,8 +86,8 @@ def test_sweep_over_checkpoints(machine, monkeypatch):
 @every_row
 @pytest.mark.parametrize(
     "rule",
-    [summed(1), summed(2), summed(2, 2), summed(3, 1), parted(1, 2), parted(2, 2)],
-    ids=["each", "pairs", "pairs in runs", "one run", "first", "first two"],
+    [summed(1), summed(4), summed(2, 2), summed(3, 1), parted(1, 2), parted(2, 2)],
+    ids=["each", "fours", "pairs in runs", "one run", "first", "first two"],
 )
 def test_summed_scans_are_accurate(machine, monkeypatch, key_dim, value_dim, rule):
     inputs = accuracy.make_inputs((1, 310, 4, key_dim, value_dim), "cpu")
