@@ -27,7 +27,7 @@ from .blocks.inter import add_inter
 from .blocks.normaliser import NormaliserProducts
 from .blocks.ptx import pack2, pick, unpack, unpack2
 from .blocks.sync import WARPGROUP, Barrier
-from .blocks.taylor import ScaledProducts, own_columns, own_entries, quad_sum
+from .blocks.taylor import PowerProducts, ScaledProducts, own_columns, own_entries, quad_sum, scales_exactly
 from .blocks.tiles import STORED, SwizzledTile, TmaTensor, smem_layout, store_warp_rows, store_words, tma_store
 from .forward_scan import DENOMINATOR_EPSILON
 from .scan import Scan
@@ -55,8 +55,13 @@ class OutputScan(Scan):
 
     # ---- the chunk's own tokens ----
 
-    def state_products(self, at, statistics, row):
-        return partial(ScaledProducts, scale=at.scale, weight=1.0)
+    @cute.jit
+    def build_features(self, g, at, stage, tile):
+        """By half the instructions where scale allows it."""
+        if scales_exactly(at.scale):
+            self.write_chunk(g, at, stage, tile, lambda *_: partial(PowerProducts, scale=at.scale))
+        else:
+            self.write_chunk(g, at, stage, tile, lambda *_: partial(ScaledProducts, scale=at.scale, weight=1.0))
 
     def token_parts(self, smem, group):
         c = self.config

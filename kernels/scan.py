@@ -459,11 +459,15 @@ class Scan:
 
     def build_features(self, g, at, stage, tile):
         """phi of the chunk in `stage` into feature tile `tile`."""
+        self.write_chunk(g, at, stage, tile, self.state_products)
+
+    def write_chunk(self, g, at, stage, tile, products):
+        """The same by `products(at, statistics, row)`, which says how products of packed words are made."""
         c, thread = self.config, recompute(g.thread)
         rows, statistics = self.chunk_rows(g, stage)
         target = g.phi_tile.buffer(tile)
         row = thread % c.chunk
-        words = write_features(rows, target, row, thread // c.chunk, c.key_dim, self.state_products(at, statistics, row))
+        words = write_features(rows, target, row, thread // c.chunk, c.key_dim, products(at, statistics, row))
         self.write_weighted(g, tile, row, thread // c.chunk, words, statistics)
         sync.publish()
 

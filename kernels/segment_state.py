@@ -140,7 +140,7 @@ class ForwardState(SegmentState):
 
 class OutputState(SegmentState):
     inputs = ("k", "v")
-    state_products = OutputScan.state_products
+    build_features = OutputScan.build_features
 
 
 class ReverseState(WeightedRows, SegmentState):

@@ -13,6 +13,7 @@ from ..features import SLOT, feature_slots
 from .ptx import (
     HALVES,
     ONE_ZERO,
+    bits_of,
     float_of,
     fma2,
     lds32,
@@ -213,6 +214,23 @@ class ScaledProducts:
 
     def entry(self, j):
         return pack2(*(value * self.linear_weight for value in unpack2(self.left[j // 2])))
+
+
+class PowerProducts(ExactProducts):
+    """phi(scale x) where `scales_exactly`: a bf16 entry times scale^2 is a bf16 value, and a product of two is rounded once."""
+
+    def __init__(self, left, right, scale):
+        square = pack2(scale * scale, scale * scale)
+        super().__init__([mul2(word, square) for word in left], right)
+        self.scale, self.entries = scale, left
+
+    def entry(self, j):
+        return pack2(*(value * self.scale for value in unpack2(self.entries[j // 2])))
+
+
+def scales_exactly(scale):
+    """Whether scale^2 is a power of two but for 2^-17, as it is of the default scale at every K of the table."""
+    return ((bits_of(scale * scale) + 0x40) & 0x7FFF80) == 0
 
 
 def write_features(source, target, row, part, key_dim: int, products):
