@@ -31,18 +31,18 @@ PASSES = {
 
 
 class Launch:
-    """The passes of `rows`, in order. The cut of a call (from `ctas` on) is in words of schedule.Schedule; its states and flags
-    begin at the 32-bit words `states_at` and `flags_at` of the scratch."""
+    """The passes of `rows`, in order. From `ctas` on a call's arguments are a schedule.Schedule, in its order; states and
+    flags begin at the 32-bit words `states_at` and `flags_at` of the scratch."""
 
     def __init__(self, rows: tuple[ScanConfig, ...]):
         self.passes = [PASSES[row.scan](row) for row in rows]
 
     def run(self, tensors, scratch, scale, cut, stream):
-        ctas, runs, *schedule, states_at, flags_at = cut
+        ctas, *ranges, runs, states_at, flags_at = cut
         batch, tokens, heads, _ = tensors.q.shape
         words = scratch.iterator.toint()
-        of_a_run = batch * heads // runs, scale, runs, ctas // runs
-        problem = Problem(tokens, heads, *of_a_run, *schedule, words + 4 * states_at, words + 4 * flags_at)
+        addresses = words + 4 * states_at, words + 4 * flags_at
+        problem = Problem(tokens, heads, batch * heads // runs, scale, ctas // runs, *ranges, runs, *addresses)
         for launched in self.passes:
             launched.start(tensors, problem, stream)
 
@@ -61,16 +61,16 @@ class Forward(Launch):
         scratch: cute.Tensor,
         scale: Float32,
         ctas: Int32,
-        runs: Int32,
-        stride: Int32,
         chunks_per_cta: Int32,
-        late_ctas: Int32,
+        stride: Int32,
         hands_on: Int32,
+        late_ctas: Int32,
+        runs: Int32,
         states_at: Int64,
         flags_at: Int64,
         stream,
     ):
-        cut = (ctas, runs, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
+        cut = (ctas, chunks_per_cta, stride, hands_on, late_ctas, runs, states_at, flags_at)
         self.run(SimpleNamespace(q=q, k=k, v=v, o=o, r=r), scratch, scale, cut, stream)
 
 
@@ -91,16 +91,16 @@ class Backward(Launch):
         scratch: cute.Tensor,
         scale: Float32,
         ctas: Int32,
-        runs: Int32,
-        stride: Int32,
         chunks_per_cta: Int32,
-        late_ctas: Int32,
+        stride: Int32,
         hands_on: Int32,
+        late_ctas: Int32,
+        runs: Int32,
         states_at: Int64,
         flags_at: Int64,
         stream,
     ):
-        cut = (ctas, runs, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at)
+        cut = (ctas, chunks_per_cta, stride, hands_on, late_ctas, runs, states_at, flags_at)
         tensors = SimpleNamespace(q=q, k=k, v=v, do=do, dq=dq, dk=dk, dv=dv, statistics=statistics_in(scratch, q))
         self.run(tensors, scratch, scale, cut, stream)
 

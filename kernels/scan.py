@@ -49,6 +49,7 @@ from .config import ScanConfig, state_size
 from .schedule import Arithmetic, HandsOn, piece, range_of
 
 RANGE_WORDS = 8  # those of schedule.range_of, the run, and the number of the CTA
+PIECES, CTA = 5, 7  # the place of two of them
 
 
 def quotient(a, b):
@@ -62,8 +63,8 @@ DEVICE = Arithmetic(select_, cutlass.min, cutlass.max, quotient)
 class Problem(NamedTuple):
     """One launch: the sizes, the factor of q.k, and how the tape is cut.
 
-    runs, stride, chunks_per_cta, late_ctas, hands_on: as in schedule.Schedule.
-    sequences, ctas: of one run.
+    sequences: of one run.
+    ctas ... runs: those of schedule.Schedule, but `ctas` of one run.
     states: address of one slot a CTA, fp32; what is not handed on is there before the launch.
     flags: address of one word a CTA, zero before and after the launch, where states are handed on; where r and h are, of one
     for each token warpgroup of a CTA; in a sweep, of the normalisers before the chunks.
@@ -73,12 +74,12 @@ class Problem(NamedTuple):
     heads: Int32
     sequences: Int32
     scale: Float32
-    runs: Int32
     ctas: Int32
-    stride: Int32
     chunks_per_cta: Int32
-    late_ctas: Int32
+    stride: Int32
     hands_on: Int32
+    late_ctas: Int32
+    runs: Int32
     states: Int64
     flags: Int64
 
@@ -230,7 +231,7 @@ class Scan:
             **problem._asdict(),
             chunks=self.chunks(problem),
             range=smem.range,
-            pieces=read_word(smem.range + 4 * 5),
+            pieces=read_word(smem.range + 4 * PIECES),
         )
 
     def piece(self, at, number):
@@ -298,7 +299,7 @@ class Scan:
     def rows_flag(self, at, group):
         """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h of its chunks are
         there, if it has any."""
-        return at.flags + 4 * (self.config.token_warpgroups * read_word(at.range + 4 * 7) + group)
+        return at.flags + 4 * (self.config.token_warpgroups * read_word(at.range + 4 * CTA) + group)
 
     def load_sides(self, loads, outputs, smem, p):
         """(copy atom, shared side, global side) of each load of one sequence."""

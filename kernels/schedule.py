@@ -11,7 +11,6 @@ row of q or k is 32 bytes at K = 16 and 16 at K = 8, which is less than what the
 import enum
 import operator
 from collections.abc import Callable
-from math import inf
 from typing import NamedTuple
 
 from .config import TOKEN_WARPGROUPS, Work
@@ -52,6 +51,10 @@ class Schedule(NamedTuple):
     runs: int = 1
 
     @property
+    def ctas_of_a_run(self) -> int:
+        return self.ctas // self.runs
+
+    @property
     def slots(self) -> int:
         """States that stand in memory: one for each CTA that leaves one."""
         return (self.late_ctas or self.ctas) if self.hands_on in (HandsOn.STATE, HandsOn.SUMS) else 0
@@ -70,9 +73,12 @@ def schedule(sequences: int, chunks: int, processors: int, work: Work) -> Schedu
     if sequences > processors:
         options += [_chained(*problem, runs) for runs in _divisors(sequences, processors)]
     elif 2 * sequences <= processors:
-        options += [_summed(*problem, runs) for runs in _divisors(sequences, processors)]
+        allowed = [runs for runs in _divisors(sequences, processors) if runs == sequences or runs >= work.neighbours]
+        options += [_summed(*problem, runs) for runs in allowed]
     elif sequences < processors:
-        options.append(_parted(*problem))
+        several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
+        if several < chunks:
+            options.append(_parted(sequences, chunks, work, several))
     return min(options, key=lambda option: option[0])[1]
 
 
@@ -101,7 +107,7 @@ def _cut_runs(sequences, chunks, processors, runs, hands_on) -> Schedule:
 def _chained(sequences, chunks, processors, work, runs) -> tuple[float, Schedule]:
     cut = _cut_runs(sequences, chunks, processors, runs, HandsOn.STATE)
     of_a_run = sequences // runs, chunks, cut.stride, cut.chunks_per_cta, 0
-    pieces = max(range_of(number, *of_a_run)[-1] for number in range(cut.ctas // runs))
+    pieces = max(range_of(number, *of_a_run)[-1] for number in range(cut.ctas_of_a_run))
     return (1.0 if runs >= work.neighbours else work.apart) * cut.chunks_per_cta + work.piece * pieces, cut
 
 
@@ -111,15 +117,13 @@ def _summed(sequences, chunks, processors, work, runs) -> tuple[float, Schedule]
         in_two = cut.ctas == 2 * sequences
         read, begin = (work.read_half, work.halves) if in_two else (work.read_twice, work.ranges)
         return (1 + read) * cut.chunks_per_cta + begin, cut
-    time = (1 + work.read_twice) * cut.chunks_per_cta + work.ranges + work.uneven
-    return time if runs >= work.neighbours else inf, cut
+    return (1 + work.read_twice) * cut.chunks_per_cta + work.ranges + work.uneven, cut
 
 
-def _parted(sequences, chunks, processors, work) -> tuple[float, Schedule]:
-    several = -(-sequences // (processors - sequences))  # first parts that a CTA takes while others take a later part
+def _parted(sequences, chunks, work, several) -> tuple[float, Schedule]:
     first = chunks // (several + 1)
     cut = Schedule(sequences + -(-sequences // several), several * first, first, HandsOn.SUMS, sequences)
-    return (chunks - first + work.read_twice * first + work.parts if first else inf), cut
+    return chunks - first + work.read_twice * first + work.parts, cut
 
 
 class Arithmetic(NamedTuple):

@@ -119,8 +119,7 @@ def launch_parameters(
 
     sizes: (B, T, H). factor: the word of the scale."""
     batch, length, heads = sizes
-    of_a_run = batch * heads // plan.runs, factor, plan.runs, plan.ctas // plan.runs
-    problem = (length, heads, *of_a_run, plan.stride, plan.chunks_per_cta, plan.late_ctas, plan.hands_on)
+    problem = (length, heads, batch * heads // plan.runs, factor, *plan._replace(ctas=plan.ctas_of_a_run))
     scalars = [i for i, size in enumerate(compiled_program(row).sizes) if size == 4]
     parameters = defaultdict(others, zip(scalars, problem, strict=True))
     parameters[scalars[-1] + 2] = FLAGS
@@ -139,13 +138,14 @@ def emulated(operation: config.Operation, *, late: bool = False):
     """A stand-in for launcher._operation: its compiled kernels, run on the machine, and operation.py's host side in Python."""
 
     def function(*arguments):
-        *tensors, scratch, scale, ctas, runs, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at = arguments
+        *tensors, scratch, scale = arguments[: -len(Schedule._fields) - 2]
+        *cut, states_at, flags_at = arguments[len(tensors) + 2 :]
         scratch = scratch.view(torch.float32)
         named = dict(zip(ARGUMENTS[operation.kind], tensors, strict=True))
         batch, _, heads, _ = named["q"].shape
         named["rh"] = scratch[:states_at].view(batch, heads, -1, 2)
         states = scratch[states_at:flags_at]
-        plan = Schedule(ctas, chunks_per_cta, stride, HandsOn(hands_on), late_ctas, runs)
+        plan = Schedule(*cut)
         flags = scratch[flags_at : flags_at + plan.flags].view(torch.int32)
         for row in operation.rows:
             if row.scan in config.SWEEP:
@@ -153,10 +153,10 @@ def emulated(operation: config.Operation, *, late: bool = False):
             elif row.scan in config.SCANS:
                 run_pass(row, named, scale, plan, states, flags, late=late)
             elif row.scan in config.STATES:
-                of_a_run, per_cta = summed_ranges(ctas // runs, stride, chunks_per_cta, late_ctas)
-                ranges = Schedule(runs * of_a_run, per_cta, stride, HandsOn.NOTHING, runs=runs)
+                of_a_run, per_cta = summed_ranges(plan.ctas_of_a_run, plan.stride, plan.chunks_per_cta, plan.late_ctas)
+                ranges = Schedule(plan.runs * of_a_run, per_cta, plan.stride, HandsOn.NOTHING, runs=plan.runs)
                 run_pass(row, named, scale, ranges, states, None, late=late)
-            elif adds_up(batch * heads // runs, stride, chunks_per_cta, late_ctas):
+            elif adds_up(batch * heads // plan.runs, plan.stride, plan.chunks_per_cta, plan.late_ctas):
                 run_sum(row, states, batch * heads, plan)
 
     return function
@@ -232,7 +232,7 @@ def run_pass(
         heap.copy_in(machine)
     if handed_on:
         machine.flags = dict(zip(flag_addresses(flags.numel()), flags.tolist(), strict=True))
-    machine.run(plan.ctas // plan.runs, plan.runs)
+    machine.run(plan.ctas_of_a_run, plan.runs)
     assert not machine.kernel_before, "nobody waits for the kernel before"
     heap.copy_out(machine)
     if handed_on:
@@ -243,7 +243,7 @@ def run_pass(
 def run_sum(row: config.ScanConfig, states: Tensor, sequences: int, plan: Schedule) -> None:
     """One launch of the sum of states along sequences."""
     program, heap, groups = compiled_program(row), Heap(), sum_groups(plan.stride, plan.chunks_per_cta)
-    numbers = heap.add(states), plan.ctas // plan.runs, plan.stride, plan.chunks_per_cta, groups, SUM_THREADS // groups
+    numbers = heap.add(states), plan.ctas_of_a_run, plan.stride, plan.chunks_per_cta, groups, SUM_THREADS // groups
     parameters = dict(enumerate(numbers))
     machine = ptx_machine.Machine(program, SUM_THREADS, parameters, {}, heap.end)
     heap.copy_in(machine)

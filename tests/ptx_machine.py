@@ -222,7 +222,9 @@ class Machine:
 
     def run(self, ctas: int, rows: int = 1, layers: int = 1) -> list[Cta]:
         """All CTAs of a (ctas, rows, layers) grid to their end. Raises Stuck when nothing can go on."""
-        grid = [Cta((x, y, z), self.threads, self.shared_bytes) for z in range(layers) for y in range(rows) for x in range(ctas)]
+        grid = [
+            Cta((x, y, z), self.threads, self.shared_bytes) for z in range(layers) for y in range(rows) for x in range(ctas)
+        ]
         units = [Unit(self, cta, first, count) for cta in grid for first, count in self.units()]
         units = deque((unit, unit.run()) for unit in (reversed(units) if self.late else units))
         waiting: dict[tuple, str] = {}

@@ -124,7 +124,7 @@ def run_pass(
     machine = ptx_machine.Machine(program or control_program(row), row.threads, parameters, boxes)
     if plan.hands_on == HandsOn.ROWS:  # whatever they are, a forward scan lowers them; a reverse scan finds them raised
         machine.flags = dict.fromkeys(flag_addresses(plan.flags), 1) if flags is None else flags
-    return machine, machine.run(plan.ctas // plan.runs, plan.runs)
+    return machine, machine.run(plan.ctas_of_a_run, plan.runs)
 
 
 def copies_of(row: config.ScanConfig, places) -> Counter:
@@ -150,7 +150,7 @@ def test_every_chunk_is_scanned_once(row, schedule):
     if schedule.hands_on == HandsOn.ROWS:
         assert machine.flags == dict.fromkeys(flag_addresses(schedule.flags), 1)
         return
-    of_a_run = range(1, schedule.ctas // schedule.runs)
+    of_a_run = range(1, schedule.ctas_of_a_run)
     cuts = schedule.runs * sum(1 for number in of_a_run if number * schedule.chunks_per_cta % schedule.stride)
     # a flag for each cut inside a sequence, and lowered again for the next pass
     assert len(machine.flags) == (cuts if schedule.hands_on == HandsOn.STATE else 0)
@@ -200,7 +200,7 @@ FIRST_PARTS = [Schedule(6, 2, 2, HandsOn.SUMS), Schedule(6, 4, 4, HandsOn.SUMS)]
 def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
     """Of its last sequence, where it touches several."""
     _, ctas = run_pass(row, schedule)
-    of_a_run, length = schedule.ctas // schedule.runs, BATCH * HEADS // schedule.runs * schedule.stride
+    of_a_run, length = schedule.ctas_of_a_run, BATCH * HEADS // schedule.runs * schedule.stride
     for cta in ctas:
         number, run, _ = cta.index
         if row.scan == "reverse_state":

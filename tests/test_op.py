@@ -328,7 +328,7 @@ def test_cpu_tensors_give_no_warning(inputs):
 # The launch, with stand-ins for the compiled scans
 
 
-def check_call(operation, tensors, scratch, ctas, runs, stride, chunks_per_cta, late_ctas, hands_on, states_at, flags_at):
+def check_call(operation, tensors, scratch, ctas, chunks_per_cta, stride, hands_on, late_ctas, runs, states_at, flags_at):
     """What every operation asks of its arguments: packed aligned tensors, ranges that cover the tape, and a scratch with room
     for (r, h) of every token of every chunk, a state of every CTA that leaves one, and the flags, lowered; or for a sweep its
     checkpoints and normalisers."""
@@ -405,10 +405,10 @@ def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, hands
     inputs = accuracy.make_inputs((2, length, 3, 16, 64), "cpu")
     monkeypatch.setattr(launcher, "_processors", lambda device: processors)
     assert equal(launcher._run_kernels(*inputs, None), based_backward(*inputs))
-    assert launcher._plan("backward", inputs[0].device, inputs[0].shape, 64).cut[-3] == hands_on
+    assert launcher._plan("backward", inputs[0].device, inputs[0].shape, 64).cut[3] == hands_on
     assert equal(launcher._run_forward_kernel(*inputs[:3], None), FORWARD(*inputs[:3]))
     expected = HandsOn.NOTHING if hands_on == HandsOn.ROWS else hands_on
-    assert launcher._plan("forward", inputs[0].device, inputs[0].shape, 64).cut[-3] == expected
+    assert launcher._plan("forward", inputs[0].device, inputs[0].shape, 64).cut[3] == expected
 
 
 @pytest.mark.parametrize("length", [1, 65, 70, 130])

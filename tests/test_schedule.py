@@ -20,7 +20,7 @@ UNCUT = (HandsOn.NOTHING, HandsOn.ROWS)
 def pieces_of(plan: Schedule, sequences: int, chunks: int):
     """(cta, number, sequence, step, count, position) of every piece, as the kernels cut the tape."""
     for cta in range(plan.ctas):
-        run, of_run = divmod(cta, plan.ctas // plan.runs)
+        run, of_run = divmod(cta, plan.ctas_of_a_run)
         tape = sequences // plan.runs, chunks, plan.stride
         *words, count = range_of(of_run, *tape, plan.chunks_per_cta, plan.late_ctas)
         for number in range(count):
@@ -74,7 +74,7 @@ def test_positions_count_the_chunks_before(sequences, chunks, processors):
 def test_neighbours_walk_side_by_side(sequences, chunks, processors, key_dim):
     """What a CTA takes, those of the same number in the other runs take of the next sequences."""
     plan = schedule(sequences, chunks, processors, config.work("forward", key_dim, 64))
-    of_a_run = plan.ctas // plan.runs
+    of_a_run = plan.ctas_of_a_run
     cut = list(pieces_of(plan, sequences, chunks))
     first = [x for x in cut if x[0] < of_a_run]
     shifted = [(cta + run * of_a_run, n, sequence + run, *at) for run in range(plan.runs) for cta, n, sequence, *at in first]

@@ -543,7 +543,7 @@ def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> 
         launch=_operation(config.Operation(kind, key_dim, value_dim, way)),
         keys=(length * heads * key_dim, heads * key_dim, key_dim, 1),
         values=(length * heads * value_dim, heads * value_dim, value_dim, 1),
-        cut=(cut.ctas, cut.runs, cut.stride, cut.chunks_per_cta, cut.late_ctas, int(cut.hands_on), states_at, flags_at),
+        cut=(*cut._replace(hands_on=int(cut.hands_on)), states_at, flags_at),
         words=words,
         lowered=lowered,
     )
