@@ -188,7 +188,7 @@ class Scan:
             self.write_range(problem, smem.range)
         pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, self.ring_bytes)
         if warp < 4:
-            cute.arch.setmaxregister_decrease(c.producer_registers)
+            self.take_registers(c.producer_registers)
             if warp == 0:
                 self.load(loads, outputs, smem, pipe, self.place(problem, smem))
             else:
@@ -199,11 +199,16 @@ class Scan:
             if warp < 8:
                 if problem.hands_on != HandsOn.ROWS:  # then no state is loaded
                     cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
-                cute.arch.setmaxregister_increase(c.state_registers)
+                self.take_registers(c.state_registers)
                 self.carry_state(smem, pipe, self.place(problem, smem))
             else:
-                cute.arch.setmaxregister_increase(c.token_registers)
+                self.take_registers(c.token_registers)
                 self.take_chunks(outputs, smem, pipe, self.place(problem, smem))
+
+    def take_registers(self, count: int):
+        """`count` registers a thread from here on, less or more than all are launched with."""
+        less = count < self.config.launch_registers // self.config.threads
+        (cute.arch.setmaxregister_decrease if less else cute.arch.setmaxregister_increase)(count)
 
     def write_range(self, problem, address):
         """The CTA's range of the tape, for all roles; the barrier behind the set-up of the ring makes it visible."""

@@ -10,7 +10,7 @@ from cases import chained, cut_by, equal, every_row, parted, scans, summed, uncu
 
 from based_cute import accuracy, launcher
 from based_cute.kernels import config
-from based_cute.kernels.schedule import HandsOn
+from based_cute.kernels.schedule import HandsOn, Schedule
 
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
@@ -176,7 +176,8 @@ def run_output(length, late):
     q, k, v, _ = accuracy.make_inputs((1, length, 1, 16, 64), "cpu")
     o, r = launcher._empty_outputs(q, v)
     output = emulated(config.Operation("forward", 16, 64), late=late)
-    output(q, k, v, o, r, torch.empty(2, dtype=torch.bfloat16), 0.25, 1, 1, chunks, chunks, 0, HandsOn.NOTHING, 0, 0)
+    cut = Schedule(1, chunks, chunks, HandsOn.NOTHING)
+    output(q, k, v, o, r, torch.empty(2, dtype=torch.bfloat16), 0.25, *cut, 0, 0)
     return accuracy.relative_error(o, accuracy.gold_output(q, k, v))
 
 
