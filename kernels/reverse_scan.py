@@ -26,9 +26,10 @@ from .blocks import sync
 from .blocks.gemm import Product, k_steps, register_operand
 from .blocks.inter import add_inter
 from .blocks.normaliser import NormaliserProducts
-from .blocks.ptx import float_of, lds128, pack2, pick, pick_word, sts128, unpack, unpack2
+from .blocks.ptx import float_of, lds128, pack2, pick, pick_word, sts128, unpack
 from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import (
+    Factor,
     ScaledProducts,
     adjoint,
     linear_entries,
@@ -79,8 +80,8 @@ class WeightedRows:
 
     def write_weighted(self, g, tile, row, part, words, statistics):
         r, h = row_statistics(statistics, row)
-        weight = pick(r > 0.0, h * cute.arch.rcp_approx(r), 0.0)
-        words = [pack2(*(value * weight for value in unpack2(word))) for word in words]
+        weight = Factor(pick(r > 0.0, h * cute.arch.rcp_approx(r), 0.0))
+        words = [weight.times(word) for word in words]
         if self.config.key_dim == 8:  # both parts have the only eight, and zeros stand behind it
             words = [pick_word(part == 0, word, 0) for word in words]
         sts128(g.weighted.buffer(tile).chunk(row, part), *words)

@@ -188,7 +188,7 @@ class Scan:
             self.write_range(problem, smem.range)
         pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, self.ring_bytes)
         if warp < 4:
-            self.take_registers(c.producer_registers)
+            cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:
                 self.load(loads, outputs, smem, pipe, self.place(problem, smem))
             else:
@@ -199,16 +199,11 @@ class Scan:
             if warp < 8:
                 if problem.hands_on != HandsOn.ROWS:  # then no state is loaded
                     cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
-                self.take_registers(c.state_registers)
+                cute.arch.setmaxregister_increase(c.state_registers)
                 self.carry_state(smem, pipe, self.place(problem, smem))
             else:
-                self.take_registers(c.token_registers)
+                cute.arch.setmaxregister_increase(c.token_registers)
                 self.take_chunks(outputs, smem, pipe, self.place(problem, smem))
-
-    def take_registers(self, count: int):
-        """`count` registers a thread from here on, less or more than all are launched with."""
-        less = count < self.config.launch_registers // self.config.threads
-        (cute.arch.setmaxregister_decrease if less else cute.arch.setmaxregister_increase)(count)
 
     def write_range(self, problem, address):
         """The CTA's range of the tape, for all roles; the barrier behind the set-up of the ring makes it visible."""
@@ -469,7 +464,7 @@ class Scan:
 
     def write_chunk(self, g, at, stage, tile, products):
         """The same by `products(at, statistics, row)`, which says how products of packed words are made."""
-        c, thread = self.config, recompute(g.thread)
+        c, thread = self.config, recompute(g.thread, WARPGROUP)
         rows, statistics = self.chunk_rows(g, stage)
         target = g.phi_tile.buffer(tile)
         row = thread % c.chunk
@@ -501,7 +496,7 @@ class Scan:
     def publish(self, g, at, buf):
         """Copies of the state and the normaliser into buffer `buf`, once it is free: each block of 64
         rows as soon as its own product is done, while the next one's still runs."""
-        c, thread = self.config, recompute(g.thread)
+        c, thread = self.config, recompute(g.thread, WARPGROUP)
         sync.wait(Barrier.STATE_FREE, buf, self.state_threads)
         tile = g.state_tile.buffer(buf)
         for number, block in enumerate(g.state):
@@ -595,6 +590,7 @@ class Scan:
 
     def placed(self, parts, thread):
         """The parts with this thread's place in a 64-row tile: its lane, its lane in the quad, its first row."""
-        thread = recompute(thread)
+        thread = recompute(thread, WARPGROUP)
         lane = thread % 32
-        return SimpleNamespace(**vars(parts), lane=lane, quad_lane=lane % 4, row=16 * (thread // 32) + lane // 4)
+        row = ((thread >> 5) << 4) | (lane >> 2)  # of ways to write 16 warp + lane / 4 that in which every row compiles clean
+        return SimpleNamespace(**vars(parts), lane=lane, quad_lane=thread % 4, row=row)

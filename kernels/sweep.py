@@ -138,7 +138,7 @@ class Sweep(WholeSequences, ReverseScan):
             self.await_keys(smem, stage)
             if turn > 0:
                 sync.wait(Barrier.KEYS_FREE, 0, BUILDERS)
-            self.write_keys(smem, stage.index, recompute(cute.arch.thread_idx()[0] - WARP))
+            self.write_keys(smem, stage.index, recompute(cute.arch.thread_idx()[0] - WARP, 2 * WARP))
             sync.publish()
             sync.arrive(Barrier.KEYS_FULL, 0, BUILDERS)
 
@@ -268,7 +268,7 @@ class Sweep(WholeSequences, ReverseScan):
 
     def publish_before(self, g, buf):
         """A copy of S; the buffer is free, since r and h of its last chunk are there."""
-        c, before, thread = self.config, g.before, recompute(g.thread)
+        c, before, thread = self.config, g.before, recompute(g.thread, WARPGROUP)
         tile = before.state_tile.buffer(buf)
         for number, block in enumerate(before.state):
             publish_state(block, tile, 64 * number, thread, c.features)

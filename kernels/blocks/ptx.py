@@ -13,6 +13,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 ONES = 0x3F803F80  # (1.0, 1.0) as packed bf16
 HALVES = 0x3F003F00  # (0.5, 0.5)
+SIGNS = -0x7FFF8000  # the two sign bits of a packed pair
 ONE_ZERO = 0x00003F80  # (1.0, 0.0): 1.0 in the low half
 
 
@@ -107,10 +108,14 @@ def pick_word(condition, a, b):
 
 
 @dsl_user_op
-def recompute(word, *, loc=None, ip=None):
+def recompute(word, below=None, *, loc=None, ip=None):
     """The same word, hidden from loop-invariant code motion: what is derived from it is computed where it is used, instead
-    of waiting in a register for the whole loop (a dozen addresses of a thread are 100 to 200 bytes of spills)."""
-    return Int32(_asm(T.i32(), _words((word,), loc, ip), "mov.b32 $0, $1;", "=r,r", loc, ip, memory=True))
+    of waiting in a register for the whole loop (a dozen addresses of a thread are 100 to 200 bytes of spills).
+
+    below: a power of two that the word is less than. The compiler, which cannot see it, would take divisions for those of
+    negative numbers, 100 of 1430 instructions of a token warpgroup's chunk."""
+    word = Int32(_asm(T.i32(), _words((word,), loc, ip), "mov.b32 $0, $1;", "=r,r", loc, ip, memory=True))
+    return word if below is None else word & (below - 1)
 
 
 @dsl_user_op

@@ -13,6 +13,7 @@ from ..features import SLOT, feature_slots
 from .ptx import (
     HALVES,
     ONE_ZERO,
+    SIGNS,
     bits_of,
     float_of,
     fma2,
@@ -26,7 +27,6 @@ from .ptx import (
     stg32,
     straddle,
     sts128,
-    unpack,
     unpack2,
 )
 
@@ -191,21 +191,36 @@ class ExactProducts:
         return self.left.pair(j)
 
 
+class Factor:
+    """An fp32 factor as the sum of two bf16 terms, each twice in a packed pair: it is that sum but for 2^-17 of it."""
+
+    def __init__(self, value):
+        self.high = pack2(value, value)
+        rest = value - unpack2(self.high)[0]
+        self.low = pack2(rest, rest)
+
+    def times(self, pair):
+        """The products with both of a packed pair, each rounded once: one packed multiply and one packed fma, against two fp32
+        multiplies, two instructions that unpack and a conversion."""
+        return fma2(pair, self.high, mul2(pair, self.low))
+
+    def terms(self, pair):
+        """The products with both as sums of two bf16 terms."""
+        high = mul2(pair, self.high)
+        rest = fma2(pair, self.high, mul2(pair, self.high ^ SIGNS))  # what the rounding to `high` left, exactly
+        return high, fma2(pair, self.low, rest)
+
+
 class ScaledProducts:
     """weight * phi(scale x), scale and weight in fp32: each feature is one rounding of the product to bf16, and 2^-17 of it.
 
-    The fp32 factor weight scale^2 x_a is split in two bf16 terms; lo x_b + hi x_b is one packed multiply and one packed fma
-    a pair, against two fp32 multiplies and a conversion.
+    The factor weight scale^2 x_a is split in two bf16 terms; lo x_b + hi x_b is one packed multiply and one packed fma a pair.
     """
 
     def __init__(self, left, right, scale, weight):
         self.left, self.right = left, PackedRow(right)
-        self.linear_weight = weight * scale
-        product_weight = self.linear_weight * scale
-        weighted = [value * product_weight for value in unpack(left[: SLOT // 2])]
-        self.high = [pack2(*pair) for pair in zip(weighted[::2], weighted[1::2], strict=True)]
-        rest = [value - kept for value, kept in zip(weighted, unpack(self.high), strict=True)]
-        self.low = [pack2(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)]
+        self.linear, square = Factor(weight * scale), Factor(weight * scale * scale)
+        self.high, self.low = zip(*(square.terms(pair) for pair in left[: SLOT // 2]), strict=True)
         self.one = pack2(weight, 0.0)
 
     def product(self, i, j):
@@ -213,7 +228,7 @@ class ScaledProducts:
         return fma2(self.high[i // 2], pair, mul2(self.low[i // 2], pair))
 
     def entry(self, j):
-        return pack2(*(value * self.linear_weight for value in unpack2(self.left[j // 2])))
+        return self.linear.times(self.left[j // 2])
 
 
 class PowerProducts(ExactProducts):
@@ -222,10 +237,10 @@ class PowerProducts(ExactProducts):
     def __init__(self, left, right, scale):
         square = pack2(scale * scale, scale * scale)
         super().__init__([mul2(word, square) for word in left], right)
-        self.scale, self.entries = scale, left
+        self.linear, self.entries = Factor(scale), left
 
     def entry(self, j):
-        return pack2(*(value * self.scale for value in unpack2(self.entries[j // 2])))
+        return self.linear.times(self.entries[j // 2])
 
 
 def scales_exactly(scale):
