@@ -44,6 +44,7 @@ class OutputScan(Scan):
     inputs = ("q", "k", "v")
     backward = False
     consumer_warps = 8
+    times_sums = 2.0  # (4), in the registers of one accumulator: two would serialise the products
 
     def outputs(self, tensors):
         return Outputs(tma_store(tensors.o, smem_layout(STORED), STORED), tensors.r)
@@ -95,8 +96,7 @@ class OutputScan(Scan):
         g.intra.issue(acc, k_steps(a), k_steps(g.intra.b, stage))
         sync.wait(Barrier.STATE_FULL, g.group, 2 * WARPGROUP)
         g.normaliser.issue_matrix(z, stage, g.group)
-        for _ in range(2):  # twice the sums, in the registers of one accumulator: two would serialise the products
-            g.normaliser.issue_sums(z, g.group)
+        g.normaliser.issue_sums(z, g.group)
         add_inter(g.inter, acc, self.own_rows(g, stage), g.quad_lane, c.key_dim, g.group)
         warpgroup.wait_group(0)
         return SimpleNamespace(acc=acc, den=den, rounded=rounded, z=z)

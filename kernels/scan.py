@@ -92,6 +92,7 @@ class Scan:
     backward: bool  # chunks are taken from the last to the first
     loads_statistics = False  # r and h, which another pass wrote
     scaled_features = True  # entries and products have scale in them, and so G
+    times_sums = 1.0  # how often tokens get the sums
     reads_again = True  # a token warpgroup its own rows in a stage, behind its products
     state_threads = 2 * WARPGROUP  # that hand over copies of the state: the state warpgroup and a token warpgroup
     consumer_warps: int  # warps that release a stage: state 4, one token warpgroup 4, helpers
@@ -354,7 +355,8 @@ class Scan:
     def set_ones(self, g, smem):
         """The tile of ones: tokens get the sums by a product with it."""
         c = self.config
-        write_ones(SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim), g.thread, c.chunk)
+        tile = SwizzledTile(smem.ones.iterator.toint(), c.chunk, c.padded_key_dim)
+        write_ones(tile, g.thread, c.chunk, self.times_sums)
 
     @cute.jit
     def carry_piece(self, g, pipe, p):

@@ -11,7 +11,6 @@ from cutlass import Float32
 
 from .gemm import Product, k_steps
 from .ptx import (
-    ONE_ZERO,
     ONES,
     float_of,
     ldmatrix4_transposed,
@@ -136,10 +135,10 @@ def terms(a, b, count: int) -> list:
     return words
 
 
-def write_ones(tile: SwizzledTile, thread, rows: int):
-    """The (rows, 16) tile whose columns 0, 1, 2 are ones and the others zero, by 2 * rows threads."""
+def write_ones(tile: SwizzledTile, thread, rows: int, times: float):
+    """The (rows, 16) tile whose columns 0, 1, 2 are `times` 1 and the others zero, by 2 * rows threads."""
     row, chunk = thread % rows, thread // rows
-    first = [pick_word(chunk == 0, word, 0) for word in (ONES, ONE_ZERO)]
+    first = [pick_word(chunk == 0, word, 0) for word in (pack2(times, times), pack2(times, 0.0))]
     sts128(tile.chunk(row, chunk), *first, 0, 0)
 
 
@@ -161,7 +160,7 @@ class NormaliserProducts:
             self.matrix.issue(acc, rows, matrix, accumulate=accumulate or kind > 0, commit=False)
 
     def issue_sums(self, acc, buf):
-        """acc (64 x 16) += the sums, in every row."""
+        """acc (64 x 16) += the sums, in every row, as often as the tile of ones says."""
         tile = k_steps(self.ones.b, Normaliser.COLUMNS + Normaliser.TILES * buf)
         self.ones.issue(acc, k_steps(self.ones.a), tile, accumulate=True, commit=False)
 
