@@ -40,6 +40,13 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
     launcher._plan.cache_clear()
 
 
+def handed_on(kind: str, inputs: tuple[Tensor, ...]) -> HandsOn:
+    """What CTAs hand on in the launcher's plan of a "forward" or "backward" of these inputs."""
+    q, _, v, *_ = inputs
+    *cut, _, _ = launcher._plan(kind, q.device, q.shape, v.shape[3]).cut
+    return HandsOn(Schedule(*cut).hands_on)
+
+
 def uncut(sequences: int, chunks: int, *_) -> Schedule:
     return Schedule(sequences, chunks, chunks, HandsOn.ROWS)
 

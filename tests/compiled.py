@@ -138,10 +138,10 @@ def emulated(operation: config.Operation, *, late: bool = False):
     """A stand-in for launcher._operation: its compiled kernels, run on the machine, and operation.py's host side in Python."""
 
     def function(*arguments):
-        *tensors, scratch, scale = arguments[: -len(Schedule._fields) - 2]
-        *cut, states_at, flags_at = arguments[len(tensors) + 2 :]
+        names = ARGUMENTS[operation.kind]
+        named = dict(zip(names, arguments[: len(names)], strict=True))
+        scratch, scale, *cut, states_at, flags_at = arguments[len(names) :]
         scratch = scratch.view(torch.float32)
-        named = dict(zip(ARGUMENTS[operation.kind], tensors, strict=True))
         batch, _, heads, _ = named["q"].shape
         named["rh"] = scratch[:states_at].view(batch, heads, -1, 2)
         states = scratch[states_at:flags_at]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import chained, cut_by, equal, every_row, parted, scans, summed, uncut, with_two_key_sizes
+from cases import chained, cut_by, equal, every_row, handed_on, parted, scans, summed, uncut, with_two_key_sizes
 
 from based_cute import accuracy, launcher
 from based_cute.kernels import config
@@ -112,8 +112,7 @@ def test_the_rule_of_a_small_card(machine, monkeypatch, heads, length):
     monkeypatch.setattr(launcher, "_processors", lambda device: 8 if heads == 1 else 2)
     inputs = accuracy.make_inputs((1, length, heads, 16, 64), "cpu")
     assert_accurate(results(inputs), inputs)
-    hands_on = launcher._plan("backward", inputs[0].device, inputs[0].shape, 64).cut[3]
-    assert hands_on == (HandsOn.SUMS if heads == 1 else HandsOn.STATE)
+    assert handed_on("backward", inputs) == (HandsOn.SUMS if heads == 1 else HandsOn.STATE)
 
 
 @every_row

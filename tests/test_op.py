@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import contiguous_strides, equal
+from cases import contiguous_strides, equal, handed_on
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -405,10 +405,10 @@ def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, hands
     inputs = accuracy.make_inputs((2, length, 3, 16, 64), "cpu")
     monkeypatch.setattr(launcher, "_processors", lambda device: processors)
     assert equal(launcher._run_kernels(*inputs, None), based_backward(*inputs))
-    assert launcher._plan("backward", inputs[0].device, inputs[0].shape, 64).cut[3] == hands_on
+    assert handed_on("backward", inputs) == hands_on
     assert equal(launcher._run_forward_kernel(*inputs[:3], None), FORWARD(*inputs[:3]))
     expected = HandsOn.NOTHING if hands_on == HandsOn.ROWS else hands_on
-    assert launcher._plan("forward", inputs[0].device, inputs[0].shape, 64).cut[3] == expected
+    assert handed_on("forward", inputs) == expected
 
 
 @pytest.mark.parametrize("length", [1, 65, 70, 130])
