@@ -40,11 +40,30 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
     launcher._plan.cache_clear()
 
 
-def handed_on(kind: str, inputs: tuple[Tensor, ...]) -> HandsOn:
-    """What CTAs hand on in the launcher's plan of a "forward" or "backward" of these inputs."""
+def plan_of(kind: str, inputs: tuple[Tensor, ...]):
+    """The launcher's plan of a "forward" or "backward" of q, k, v and what else there is."""
     q, _, v, *_ = inputs
-    *cut, _, _ = launcher._plan(kind, q.device, q.shape, v.shape[3]).cut
+    return launcher._plan(kind, q.shape, v.shape, q.dtype, q.device)
+
+
+def launched(kind: str, inputs: tuple[Tensor, ...], scale: float | None = None) -> tuple[Tensor, ...]:
+    """o and r of q, k, v, or dq, dk, dv of q, k, v, do, as the launcher's plan computes them."""
+    return plan_of(kind, inputs).run(inputs, scale)
+
+
+def handed_on(kind: str, inputs: tuple[Tensor, ...]) -> HandsOn:
+    """What CTAs hand on in that plan."""
+    *cut, _, _ = plan_of(kind, inputs).cut
     return HandsOn(Schedule(*cut).hands_on)
+
+
+def launch_on_cpu(monkeypatch: pytest.MonkeyPatch, operation: Callable) -> None:
+    """The launcher plans for CPU tensors as for an H200, and `operation` gives it functions in the place of compiled ones."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    monkeypatch.setattr(launcher, "_processors", lambda device: 132)
+    monkeypatch.setattr(launcher, "which_backend", lambda *kind: ("cute", None))
+    monkeypatch.setattr(launcher, "_operation", operation)
+    monkeypatch.setattr(launcher, "_empty_strided", lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]))
 
 
 def uncut(sequences: int, chunks: int, *_) -> Schedule:

@@ -38,10 +38,13 @@ def _forget_plans() -> Iterator[None]:
 
 
 @pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Every torch.empty and new_empty is full of NaN: an element that nobody wrote, or is read too early, shows."""
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every torch.empty and new_empty is full of NaN, and what the launcher allocates: an element that nobody wrote, or is read
+    too early, shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch fills uninitialised memory only in this mode
     assert torch.utils.deterministic.fill_uninitialized_memory
+    allocate = launcher._empty_strided
+    monkeypatch.setattr(launcher, "_empty_strided", lambda *layout: allocate(*layout).fill_(torch.nan))
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -74,6 +77,11 @@ def _expanded(x: Tensor) -> Tensor:
     return x[:1, :1, :1, :1].expand(x.shape)
 
 
+def _shared_by_heads(x: Tensor) -> Tensor:
+    """One head for all, as in multi-query attention."""
+    return x[:, :, :1].expand(x.shape)
+
+
 def _misaligned(x: Tensor) -> Tensor:
     """Packed, but one element past an aligned address."""
     flat = torch.cat((x.new_zeros(1), x.flatten()))
@@ -92,6 +100,7 @@ LAYOUTS = {
     "sliced": _sliced,
     "strided channels": _strided_channels,
     "expanded": _expanded,
+    "shared by heads": _shared_by_heads,
     "misaligned": _misaligned,
     "one head": _one_head,
 }
@@ -99,5 +108,5 @@ LAYOUTS = {
 
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
 def relayout(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
-    """A view of a tensor's values (of some of them, for "expanded" and "one head") in each layout."""
+    """A view of a tensor's values (of some of them, for "expanded", "shared by heads" and "one head") in each layout."""
     return request.param

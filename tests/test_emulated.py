@@ -6,7 +6,20 @@ import math
 
 import pytest
 import torch
-from cases import chained, cut_by, equal, every_row, handed_on, parted, scans, summed, uncut, with_two_key_sizes
+from cases import (
+    chained,
+    cut_by,
+    equal,
+    every_row,
+    handed_on,
+    launch_on_cpu,
+    launched,
+    parted,
+    scans,
+    summed,
+    uncut,
+    with_two_key_sizes,
+)
 
 from based_cute import accuracy, launcher
 from based_cute.kernels import config
@@ -22,15 +35,12 @@ from compiled import emulated, without  # noqa: E402
 def machine(request, monkeypatch, poisoned_memory):
     """The launcher on CPU tensors, with kernels that run on the machine, asynchronous work done as early or as late as it may
     be, and outputs full of NaN."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
-    monkeypatch.setattr(launcher, "_processors", lambda device: 132)
-    monkeypatch.setattr(launcher, "_operation", functools.partial(emulated, late=request.param))
+    launch_on_cpu(monkeypatch, functools.partial(emulated, late=request.param))
 
 
 def results(inputs, scale=None):
     """o, r and the three gradients."""
-    q, k, v, do = inputs
-    return *launcher._run_forward_kernel(q, k, v, scale), *launcher._run_kernels(q, k, v, do, scale)
+    return *launched("forward", inputs[:3], scale), *launched("backward", inputs, scale)
 
 
 def assert_accurate(found, inputs, scale=None):
@@ -68,9 +78,9 @@ def test_scale(machine, monkeypatch, key_dim, value_dim, scale):
 def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_dim, share, runs):
     inputs = accuracy.make_inputs((2, 200, 2, key_dim, value_dim), "cpu")
     cut_by(monkeypatch, uncut)
-    forward = launcher._run_forward_kernel(*inputs[:3], None)
+    forward = launched("forward", inputs[:3])
     cut_by(monkeypatch, scans(key_dim, value_dim))
-    expected = *forward, *launcher._run_kernels(*inputs, None)
+    expected = *forward, *launched("backward", inputs)
     cut_by(monkeypatch, chained(share, runs))
     assert equal(results(inputs), expected)
 
@@ -79,7 +89,7 @@ def test_sweep_over_checkpoints(machine, monkeypatch):
     """One state in the middle of the sequence, one at its end."""
     cut_by(monkeypatch, uncut)
     inputs = accuracy.make_inputs((1, 64 * config.CHECKPOINT + 100, 1, 8, 64), "cpu")
-    gradients = launcher._run_kernels(*inputs, None)
+    gradients = launched("backward", inputs)
     assert max(accuracy.measure_errors(gradients, accuracy.gold_gradients(*inputs))) <= accuracy.NORMAL_INPUT_LIMIT
 
 
@@ -121,7 +131,7 @@ def test_causality_is_exact(machine, monkeypatch, key_dim, value_dim):
     q, k, v, do = accuracy.make_inputs((1, 130, 1, key_dim, value_dim), "cpu")
     only_row = torch.zeros_like(do)
     only_row[:, 65] = do[:, 65]
-    dq, dk, dv = launcher._run_kernels(q, k, v, only_row, None)
+    dq, dk, dv = launched("backward", (q, k, v, only_row))
     assert not dk[:, 66:].any() and not dv[:, 66:].any()
     assert not dq[:, :65].any() and not dq[:, 66:].any()
 
@@ -159,7 +169,7 @@ def test_errors_hold_where_key_sizes_change(machine, monkeypatch, key_dim, value
     """The second half's keys 1000 times larger than the first's, or smaller; also of the first tokens alone."""
     cut_by(monkeypatch, uncut)
     inputs = with_two_key_sizes(accuracy.make_inputs((1, 300, 2, key_dim, value_dim), "cpu"), early)
-    gradients, gold = launcher._run_kernels(*inputs, None), accuracy.gold_gradients(*inputs)
+    gradients, gold = launched("backward", inputs), accuracy.gold_gradients(*inputs)
     for rows in (slice(None), slice(64)):
         found, expected = (tuple(x[:, rows] for x in tensors) for tensors in (gradients, gold))
         assert max(accuracy.measure_errors(found, expected)) <= accuracy.NORMAL_INPUT_LIMIT

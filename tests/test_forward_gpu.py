@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from cases import Guards, cut_by, every_row, uncut
+from cases import Guards, cut_by, every_row, launched, uncut
 from torch.utils.checkpoint import checkpoint
 
 from based_cute import accuracy, based_attention, based_backward, launcher, reference
@@ -141,11 +141,11 @@ def test_nothing_is_read_past_the_inputs(key_dim, value_dim, length):
 @pytest.mark.parametrize("length", [1, 17, 65, 127])
 def test_nothing_is_written_past_the_outputs(monkeypatch, key_dim, value_dim, length):
     inputs = inputs_of(length, key_dim, value_dim)[:3]
-    guards, allocate = Guards(256 * value_dim), launcher._empty_outputs
+    guards, allocate = Guards(256 * value_dim), launcher._empty_strided
     expected = forward(*inputs)
-    monkeypatch.setattr(launcher, "_empty_outputs", lambda q, v: tuple(guards.like(x) for x in allocate(q, v)))
-    assert_equal(launcher._run_forward_kernel(*inputs, None), expected)
-    guards.assert_intact(2)
+    monkeypatch.setattr(launcher, "_empty_strided", lambda *layout: guards.like(allocate(*layout)))
+    assert_equal(launched("forward", inputs), expected)
+    guards.assert_intact(3)  # o, r and the scratch
 
 
 def test_layouts_are_bitwise_equal(relayout):
@@ -286,7 +286,6 @@ def test_empty(shape, backend):
 
 def test_what_the_table_lacks():
     inputs = accuracy.make_inputs((1, 100, 2, 8, 32), "cuda")
-    launcher._kernels_serve.cache_clear()
     launcher._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="takes the torch path"):
         results = step(*inputs, function=based_attention)

@@ -2,8 +2,10 @@
 of the two scans against stand-ins that compute what the kernels compute."""
 
 import contextlib
+import functools
 import importlib.util
 import math
+import operator
 import os
 import shutil
 import subprocess
@@ -13,8 +15,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import contiguous_strides, equal, handed_on
+from cases import contiguous_strides, equal, handed_on, launch_on_cpu, launched, plan_of
+from conftest import LAYOUTS
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import based_bwd
@@ -285,37 +289,23 @@ def test_cute_is_an_error_where_it_cannot_run(inputs):
 
 
 @pytest.fixture
-def forget_choices():
-    def forget():
-        launcher._kernels_serve.cache_clear()
-        launcher._warn_once.cache_clear()
-
-    forget()
-    yield forget
-    forget()
+def forget_warnings():
+    launcher._warn_once.cache_clear()
+    yield
+    launcher._warn_once.cache_clear()
 
 
-def test_one_warning_per_reason(inputs, monkeypatch, forget_choices):
+def test_one_warning_per_reason(inputs, monkeypatch, forget_warnings):
     for reason in ("first", "second"):
         monkeypatch.setattr(launcher, "which_backend", lambda *args, reason=reason: ("torch", reason))
-        launcher._kernels_serve.cache_clear()
+        launcher._plan.cache_clear()
         with pytest.warns(RuntimeWarning, match=f"takes the torch path: {reason}"):
             gradients = launcher._backward_cuda(*inputs)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert equal(gradients, launcher._backward_cuda(*inputs))
-            launcher._kernels_serve.cache_clear()
+            launcher._plan.cache_clear()
             launcher._backward_cuda(*inputs)
-
-
-def test_the_choice_is_made_once_for_each_kind_of_input(monkeypatch, forget_choices):
-    asked = []
-    monkeypatch.setattr(launcher, "which_backend", lambda *kind: asked.append(kind) or ("torch", "the reason"))
-    with pytest.warns(RuntimeWarning, match="the reason"):
-        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
-            for length in (1, 5):
-                launcher._backward_cuda(*accuracy.make_inputs((1, length, 1, 8, 4), "cpu", dtype=dtype))
-    assert [kind[3] for kind in asked] == [torch.bfloat16, torch.float16]
 
 
 def test_cpu_tensors_give_no_warning(inputs):
@@ -328,13 +318,15 @@ def test_cpu_tensors_give_no_warning(inputs):
 # The launch, with stand-ins for the compiled scans
 
 
-def check_call(operation, tensors, scratch, ctas, chunks_per_cta, stride, hands_on, late_ctas, runs, states_at, flags_at):
-    """What every operation asks of its arguments: packed aligned tensors, ranges that cover the tape, and a scratch with room
-    for (r, h) of every token of every chunk, a state of every CTA that leaves one, and the flags, lowered; or for a sweep its
+def check_call(
+    operation, inputs, outputs, scratch, ctas, chunks_per_cta, stride, hands_on, late_ctas, runs, states_at, flags_at
+):
+    """What every operation asks of its other arguments: packed outputs, ranges that cover the tape, and a scratch with room for
+    (r, h) of every token of every chunk, a state of every CTA that leaves one, and the flags, lowered; or for a sweep its
     checkpoints and normalisers."""
-    for x in (*tensors, scratch):
+    for x in (*outputs, scratch):
         assert x.stride() == contiguous_strides(x) and x.data_ptr() % 16 == 0
-    batch, length, heads, _ = tensors[0].shape
+    batch, length, heads, _ = inputs[0].shape
     chunks = math.ceil(length / config.CHUNK)
     scratch = scratch.view(torch.float32)
     if operation.way == "swept":
@@ -360,14 +352,25 @@ def check_call(operation, tensors, scratch, ctas, chunks_per_cta, stride, hands_
 def stand_in(operation):
     """What build.load(operation) returns, computed by the reference, with the kernels' contract asserted."""
 
+    def refuse(*tensors):
+        """As compiled functions do."""
+        sizes = tensors[0].shape[:3]
+        for x, width in zip(tensors, (*[operation.key_dim] * 2, *[operation.value_dim] * 2), strict=False):
+            *rows, channels = x.stride()
+            readable = channels == 1 and all(stride % 8 == 0 for stride in rows) and x.data_ptr() % 16 == 0
+            if not readable or x.shape != (*sizes, width) or x.dtype != torch.bfloat16:
+                raise ValueError("Mismatched Tensor")
+
     def forward(q, k, v, o, r, scratch, scale, *cut):
-        check_call(operation, (q, k, v, o, r), scratch, *cut)
+        refuse(q, k, v)
+        check_call(operation, (q, k, v), (o, r), scratch, *cut)
         assert r.shape == (q.shape[0], q.shape[2], q.shape[1]) and r.dtype == torch.float32
         for x, y in zip((o, r), reference.chunked_forward(q, k, v, scale, chunk=config.CHUNK), strict=True):
             x.copy_(y)
 
     def backward(q, k, v, do, dq, dk, dv, scratch, scale, *cut):
-        check_call(operation, (q, k, v, do, dq, dk, dv), scratch, *cut)
+        refuse(q, k, v, do)
+        check_call(operation, (q, k, v, do), (dq, dk, dv), scratch, *cut)
         for x, y in zip((dq, dk, dv), reference.chunked_backward(q, k, v, do, scale, chunk=config.CHUNK), strict=True):
             x.copy_(y)
 
@@ -376,9 +379,7 @@ def stand_in(operation):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
-    monkeypatch.setattr(launcher, "_processors", lambda device: 132)
-    monkeypatch.setattr(launcher, "_operation", stand_in)
+    launch_on_cpu(monkeypatch, stand_in)
 
 
 @pytest.mark.parametrize("scale", [None, 0.0, -0.3])
@@ -386,8 +387,8 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 64), (16, 128)])
 def test_launch_equals_reference(stand_ins, poisoned_memory, key_dim, value_dim, length, scale):
     inputs = accuracy.make_inputs((2, length, 3, key_dim, value_dim), "cpu")
-    assert equal(launcher._run_kernels(*inputs, scale), based_backward(*inputs, scale))
-    assert equal(launcher._run_forward_kernel(*inputs[:3], scale), FORWARD(*inputs[:3], scale))
+    assert equal(launched("backward", inputs, scale), based_backward(*inputs, scale))
+    assert equal(launched("forward", inputs[:3], scale), FORWARD(*inputs[:3], scale))
 
 
 @pytest.mark.parametrize(
@@ -404,45 +405,105 @@ def test_launch_equals_reference(stand_ins, poisoned_memory, key_dim, value_dim,
 def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, hands_on):
     inputs = accuracy.make_inputs((2, length, 3, 16, 64), "cpu")
     monkeypatch.setattr(launcher, "_processors", lambda device: processors)
-    assert equal(launcher._run_kernels(*inputs, None), based_backward(*inputs))
+    assert equal(launched("backward", inputs), based_backward(*inputs))
     assert handed_on("backward", inputs) == hands_on
-    assert equal(launcher._run_forward_kernel(*inputs[:3], None), FORWARD(*inputs[:3]))
+    assert equal(launched("forward", inputs[:3]), FORWARD(*inputs[:3]))
     expected = HandsOn.NOTHING if hands_on == HandsOn.ROWS else hands_on
     assert handed_on("forward", inputs) == expected
 
 
 @pytest.mark.parametrize("length", [1, 65, 70, 130])
 @pytest.mark.parametrize("scale", [None, -0.3])
-def test_launch_hands_over_packed_aligned_operands(stand_ins, poisoned_memory, relayout, length, scale):
-    views = [relayout(x) for x in accuracy.make_inputs((2, length, 3, 8, 64), "cpu")]
-    assert equal(launcher._run_kernels(*views, scale), based_backward(*views, scale))
-    assert equal(launcher._run_forward_kernel(*views[:3], scale), FORWARD(*views[:3], scale))
+def test_launch_hands_over_operands_as_kernels_take_them(stand_ins, poisoned_memory, relayout, length, scale):
+    views = tuple(relayout(x) for x in accuracy.make_inputs((2, length, 3, 8, 64), "cpu"))
+    assert equal(launched("backward", views, scale), based_backward(*views, scale))
+    assert equal(launched("forward", views[:3], scale), FORWARD(*views[:3], scale))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 8, 64), (2, 0, 3, 8, 64), (2, 5, 0, 8, 64)], ids=str)
-def test_launch_of_nothing(shape):
+def test_launch_of_nothing(stand_ins, shape):
     inputs = accuracy.make_inputs(shape, "cpu")
-    gradients = launcher._run_kernels(*inputs, None)
+    gradients = launcher._backward_cuda(*inputs)
     assert [x.shape for x in gradients] == [x.shape for x in inputs[:3]]
-    assert equal(launcher._run_forward_kernel(*inputs[:3], None), FORWARD(*inputs[:3]))
-    for run, tensors in ((launcher._run_kernels, inputs), (launcher._run_forward_kernel, inputs[:3])):
+    assert [x.stride() for x in gradients] == [contiguous_strides(x) for x in inputs[:3]]
+    assert equal(launcher._forward_cuda(*inputs[:3]), FORWARD(*inputs[:3]))
+    for run, tensors in ((launcher._backward_cuda, inputs), (launcher._forward_cuda, inputs[:3])):
         with pytest.raises(ValueError, match="got scale=inf, need a finite number"):
             run(*tensors, math.inf)
 
 
-def test_operands_are_copied_only_when_needed():
-    x = torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16)
-    assert launcher._packed(x, (96, 32, 8, 1)) is x
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+@pytest.mark.parametrize(("change", "error"), [(torch.Tensor.float, TypeError), (lambda x: x[:, 1:], ValueError)])
+def test_launch_of_misfits(stand_ins, which, change, error):
+    """What compiled functions refuse is told as everywhere else."""
+    inputs = list(accuracy.make_inputs((2, 70, 3, 8, 64), "cpu"))
+    inputs[which] = change(inputs[which])
+    calls = [(based_backward, launcher._backward_cuda, inputs)]
+    if which < 3:
+        calls.append((based_cute.based_attention, launcher._forward_cuda, inputs[:3]))
+    for function, run, tensors in calls:
+        with pytest.raises(error) as expected:
+            function(*tensors)
+        with pytest.raises(error) as found:
+            run(*tensors)
+        assert str(found.value) == str(expected.value)
 
 
-def test_another_device_becomes_current_only_when_it_is_not(monkeypatch):
-    entered = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+@pytest.mark.parametrize(
+    ("layout", "copied"),
+    [
+        ("packed", False),
+        ("heads first", False),
+        ("tokens first", False),
+        ("sliced", False),
+        ("strided channels", True),
+        ("expanded", True),
+        ("shared by heads", False),
+        ("misaligned", True),
+        ("one head", False),
+    ],
+)
+def test_operands_are_copied_only_when_needed(layout, copied):
+    x = LAYOUTS[layout](torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16))
+    y = launcher._readable(x)
+    assert (y is not x) == copied and y.data_ptr() % 16 == 0 and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_the_stride_of_a_dimension_of_size_one_is_in_the_descriptor_too(dimension):
+    strides = [64, 16, 8, 1]
+    strides[dimension] = 3
+    x = torch.zeros(200, dtype=torch.bfloat16).as_strided([1, 1, 1, 8], strides)
+    assert launcher._readable(x).stride() == (8, 8, 8, 1)
+
+
+def test_another_device_becomes_current_only_when_it_is_not(stand_ins, monkeypatch):
+    current, entered = [0], []
+
+    @contextlib.contextmanager
+    def device(chosen):
+        entered.append(chosen)
+        current.append(chosen.index)
+        yield
+        current.pop()
+
+    inputs = accuracy.make_inputs((1, 70, 2, 16, 64), "cpu")
+    plan = plan_of("backward", inputs)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
     for index in (0, 1, 0):
-        with launcher._current(torch.device("cuda", index)):
-            pass
+        assert equal(plan._replace(device=torch.device("cuda", index)).run(inputs, None), based_backward(*inputs))
     assert entered == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("call", [FORWARD, OP, based_cute.based_attention, based_backward])
+def test_forward_derivatives_are_refused(inputs, call):
+    arguments = inputs if call in (OP, based_backward) else inputs[:3]
+    with torch.autograd.forward_ad.dual_level():
+        call(*arguments)  # which have none
+        dual = torch.autograd.forward_ad.make_dual(arguments[1], torch.ones_like(arguments[1]))
+        with pytest.raises(RuntimeError, match=r"got a forward derivative .* call based_cute.reference.quadratic_forward"):
+            call(arguments[0], dual, *arguments[2:])
 
 
 @pytest.mark.parametrize("kind", config.OPERATIONS)
@@ -467,6 +528,80 @@ def test_dispatch_modes_see_one_operator(inputs, call, needs_grad):
     with Log():
         call(*(x.requires_grad_(needs_grad) for x in inputs))
     assert [op for op in seen if op.namespace == "based"] == [OP]
+
+
+class Subclass(torch.Tensor):
+    """Any; this one sees calls by __torch_function__ alone."""
+
+
+class EveryFunction(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class EveryOperator(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def inside(context):
+    """A way of asking about tensors in a context."""
+
+    def ask(asked, x):
+        with context():
+            asked(x)
+
+    return ask
+
+
+ORDINARY = {
+    "a tensor": lambda asked, x: asked(x),
+    "a parameter": lambda asked, x: asked(torch.nn.Parameter(x)),
+    "a view": lambda asked, x: asked(x.requires_grad_().transpose(1, 2)),
+    "no_grad": inside(torch.no_grad),
+    "inference_mode": inside(torch.inference_mode),
+    "an inference tensor": lambda asked, x: asked(inference_tensor(x)),
+    "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)),
+}
+SEEN = {
+    "a function mode": inside(EveryFunction),
+    "a default device": inside(lambda: torch.device("cpu")),
+    "a dispatch mode": inside(EveryOperator),
+    "a fake mode": inside(FakeTensorMode),
+    "a profiler": inside(lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])),
+    "vmap": lambda asked, x: torch.vmap(lambda y: asked(y) or y)(x),
+    "grad": lambda asked, x: torch.func.grad(lambda y: asked(y) or y.sum())(x.float()),
+    "functionalize": lambda asked, x: torch.func.functionalize(lambda y: asked(y) or y)(x),
+    "a trace": lambda asked, x: torch.jit.trace(lambda y: asked(y) or 2 * y, x, check_trace=False),
+    "jvp": lambda asked, x: torch.func.jvp(lambda y: asked(y) or y, (x,), (x,)),
+    "forward derivatives": inside(torch.autograd.forward_ad.dual_level),
+    "a subclass": lambda asked, x: asked(x.as_subclass(Subclass)),
+    "a fake tensor": lambda asked, x: asked(FakeTensorMode().from_tensor(x)),
+    "a meta tensor": lambda asked, x: asked(x.to("meta")),
+    "a sparse tensor": lambda asked, x: asked(x.to_sparse()),
+    "a negated view": lambda asked, x: asked(torch._neg_view(x)),
+    "zeros without memory": lambda asked, x: asked(torch._efficientzerotensor(x.shape, dtype=x.dtype)),
+}
+
+
+def inference_tensor(x):
+    with torch.inference_mode():
+        return x.clone()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("case", [*ORDINARY, *SEEN])
+def test_only_ordinary_calls_go_past_the_dispatcher(monkeypatch, inputs, case):
+    """As on a GPU, with the keys of a CPU's tensors."""
+    keys = torch._C.DispatchKey
+    of_cpu = [keys.CPU, keys.AutogradCPU, keys.AutocastCPU, keys.ADInplaceOrView, keys.BackendSelect]
+    bits = [torch._C.DispatchKeySet(key).raw_repr() for key in of_cpu]
+    monkeypatch.setattr(launcher, "_ORDINARY_KEYS", functools.reduce(operator.or_, bits))
+    monkeypatch.setattr(launcher, "_plan", lambda *kind: "a plan")
+    q, k, v, do = inputs
+    found = []
+    (ORDINARY | SEEN)[case](lambda x: found.append(launcher._plan_past_dispatcher("backward", q, x, v, do)), k)
+    assert found and set(found) == {"a plan" if case in ORDINARY else None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Importing this file initialises no CUDA context and imports no DSL. B, T, H and 
 only (K, V) selects one.
 """
 
-import contextlib
 import importlib.util
 import math
 import warnings
@@ -15,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function
 
 from . import reference
 from .kernels import config
@@ -64,6 +65,8 @@ def based_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
     _check_types(caller, q, k, v)
     q, k, v = _autocast(q, k, v)
     scale = _plain_scale(caller, scale)
+    if backend != "torch" and (plan := _plan_past_dispatcher("forward", q, k, v)):
+        return _differentiable_forward(q, k, v, scale, plan)[0]
     if backend != "auto":  # the operator checks what it is given
         check_tensors(caller, q, k, v)
     if backend == "torch":
@@ -108,15 +111,16 @@ def based_backward(
     """
     caller = "based_backward"
     _check_backend(caller, backend)
-    _check_types(caller, q, k, v, do)
     scale = _plain_scale(caller, scale)
+    if backend != "torch" and (plan := _plan_past_dispatcher("backward", q, k, v, do)):
+        return plan.run((q, k, v, do), scale)
+    _check_types(caller, q, k, v, do)
     if backend != "auto":  # the operator checks what it is given
         check_tensors(caller, q, k, v, do)
     if backend == "cute":
         _insist_on_kernels(caller, q, v)
     run = _run_reference if backend == "torch" else _backward
-    eager_operator = run is _backward and not torch.compiler.is_compiling()  # dynamo cannot trace what saves 3 us here
-    with _below_autograd() if eager_operator else torch.no_grad():
+    with torch.no_grad():
         return run(q, k, v, do, scale)
 
 
@@ -166,6 +170,12 @@ def _insist_on_kernels(caller: str, q: Tensor, v: Tensor) -> None:
     _, reason = which_backend(q, q.shape[-1], v.shape[-1], q.dtype)
     if reason is not None:
         raise RuntimeError(f"{caller}(backend='cute'): {reason}; call backend='torch' or backend='auto'")
+
+
+def _warn_of_torch_path(q: Tensor, v: Tensor) -> None:
+    _, reason = which_backend(q, q.shape[-1], v.shape[-1], q.dtype)
+    if reason is not None:
+        _warn_once(reason)
 
 
 @cache
@@ -286,8 +296,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # The operators. Their default implementations serve every device without kernels; all of them agree on the strides.
 #
 # Registered key by key: the same functions behind torch.library.custom_op take 4 us a call and 25 us a training step more,
-# behind register_autograd 2 and 15 (stand-ins for the kernels, one CPU core). Of the 14 us of a call of based::backward the
-# dispatcher takes 4, the four allocations 4 and the checks 2.
+# behind register_autograd 2 and 15 (stand-ins for the kernels, one CPU core).
 
 _library = torch.library.Library("based", "DEF")  # kept alive: the operators go with it
 _library.define(
@@ -310,9 +319,11 @@ def _forward_default(q, k, v, scale=None):
 
 
 def _forward_cuda(q, k, v, scale=None):
+    if plan := _plan("forward", q.shape, v.shape, q.dtype, q.device):
+        return plan.run((q, k, v), scale)
     check_tensors("based_attention", q, k, v)
-    run = _run_forward_kernel if _kernels_serve(q.device, q.dtype, q.shape[3], v.shape[3]) else _run_forward_reference
-    return run(q, k, v, scale)
+    _warn_of_torch_path(q, v)
+    return _run_forward_reference(q, k, v, scale)
 
 
 def _forward_fake(q, k, v, scale=None):
@@ -320,9 +331,17 @@ def _forward_fake(q, k, v, scale=None):
     return _empty_outputs(q, v)
 
 
-def _forward_autograd(q, k, v, scale=None):
+def _differentiable_forward(q, k, v, scale=None, plan=None):
+    """based::forward with its formula, by the kernels' plan if there is one and by the dispatcher if not."""
+    _refuse_tangents("based::forward", q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, scale)
+        return _Attention.apply(q, k, v, scale, plan)
+    return _forward_below_autograd(q, k, v, scale, plan)
+
+
+def _forward_below_autograd(q, k, v, scale, plan):
+    if plan:
+        return plan.run((q, k, v), scale)
     with _below_autograd():
         return _forward(q, k, v, scale)
 
@@ -331,9 +350,8 @@ class _Attention(torch.autograd.Function):
     """The formula of based::forward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale):
-        with _below_autograd():
-            o, r = _forward(q, k, v, scale)
+    def forward(ctx, q, k, v, scale, plan):
+        o, r = _forward_below_autograd(q, k, v, scale, plan)
         ctx.save_for_backward(q, k, v)
         ctx.scale = scale
         ctx.mark_non_differentiable(r)
@@ -343,12 +361,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, _):
         if do is None:
-            return None, None, None, None
+            return None, None, None, None, None
         q, k, v = ctx.saved_tensors  # under autograd: a checkpoint runs the forward again here
-        # Without create_graph there is nothing to record: 5 of 98 us of a step (stand-ins for the kernels, one CPU core).
-        with contextlib.nullcontext() if torch.is_grad_enabled() else _below_autograd():
-            gradients = _backward(q, k, v, do, ctx.scale)
-        return *_asked_for(ctx, gradients), None
+        return *_asked_for(ctx, _gradients(q, k, v, do, ctx.scale)), None, None
+
+
+def _gradients(q, k, v, do, scale):
+    """based::backward, recorded where a graph of the backward is asked for."""
+    if torch.is_grad_enabled():
+        return _backward(q, k, v, do, scale)
+    if plan := _plan_past_dispatcher("backward", q, k, v, do):
+        return plan.run((q, k, v, do), scale)
+    with _below_autograd():
+        return _backward(q, k, v, do, scale)
 
 
 def _backward_default(q, k, v, do, scale=None):
@@ -357,9 +382,11 @@ def _backward_default(q, k, v, do, scale=None):
 
 
 def _backward_cuda(q, k, v, do, scale=None):
+    if plan := _plan("backward", q.shape, v.shape, q.dtype, q.device):
+        return plan.run((q, k, v, do), scale)
     check_tensors("based_backward", q, k, v, do)
-    run = _run_kernels if _kernels_serve(q.device, q.dtype, q.shape[3], v.shape[3]) else _run_reference
-    return run(q, k, v, do, scale)
+    _warn_of_torch_path(q, v)
+    return _run_reference(q, k, v, do, scale)
 
 
 def _backward_fake(q, k, v, do, scale=None):
@@ -368,6 +395,7 @@ def _backward_fake(q, k, v, do, scale=None):
 
 
 def _backward_autograd(q, k, v, do, scale=None):
+    _refuse_tangents("based::backward", q, k, v, do)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or do.requires_grad):
         return _Gradients.apply(q, k, v, do, scale)
     with _below_autograd():
@@ -390,6 +418,15 @@ class _Gradients(torch.autograd.Function):
         )
 
 
+def _refuse_tangents(operator: str, *tensors: Tensor) -> None:
+    """Forward derivatives, which nobody would miss if they were dropped here."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            f"{operator}: got a forward derivative to compute (torch.autograd.forward_ad), and has no formula for one; "
+            "call based_cute.reference.quadratic_forward"
+        )
+
+
 def _register(name: str, default: Callable, cuda: Callable, fake: Callable, autograd: Callable) -> None:
     """register_kernel keeps dynamo, where an eager call falls to it, from unrolling the reference's loop over chunks. It takes
     1 us, which the kernels save: dynamo would only break its graph at them."""
@@ -399,17 +436,34 @@ def _register(name: str, default: Callable, cuda: Callable, fake: Callable, auto
     _library.impl(name, autograd, "Autograd")
 
 
-_register("forward", _forward_default, _forward_cuda, _forward_fake, _forward_autograd)
+_register("forward", _forward_default, _forward_cuda, _forward_fake, _differentiable_forward)
 _register("backward", _backward_default, _backward_cuda, _backward_fake, _backward_autograd)
 
 
-@cache
-def _kernels_serve(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    """Whether the kernels run for tensors like these; says once a process why not."""
-    _, reason = which_backend(device, key_dim, value_dim, dtype)
-    if reason is not None:
-        _warn_once(reason)
-    return reason is None
+# What the dispatcher goes by: the keys of a tensor, and of a thread. As bits, those of ordinary tensors on a GPU and threads.
+_keys, _thread_keys = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
+_ORDINARY_KEYS = 0
+for _key in ("CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView", "BackendSelect"):
+    _ORDINARY_KEYS |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
+
+
+def _plan_past_dispatcher(kind: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None) -> "_Plan | None":
+    """The kernels' plan, if the dispatcher would only find them, or autograd before them: no subclass, wrapper, mode, trace,
+    forward derivative or profiler wants to see the operator. Asking takes 3 us, the dispatcher 8."""
+    if (
+        torch.compiler.is_compiling()
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+        or has_torch_function((q, k, v, do))  # modes too
+    ):
+        return None
+    try:
+        bits = _thread_keys().raw_repr() | _keys(q).raw_repr() | _keys(k).raw_repr() | _keys(v).raw_repr()
+        if do is not None:
+            bits |= _keys(do).raw_repr()
+    except TypeError:  # no tensor, which the checks behind tell
+        return None
+    return None if bits & ~_ORDINARY_KEYS else _plan(kind, q.shape, v.shape, q.dtype, q.device)
 
 
 def _asked_for(ctx, gradients: Gradients) -> tuple[Tensor | None, ...]:
@@ -437,19 +491,13 @@ class _TorchPath(torch.autograd.Function):
 
 
 def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """o and r, contiguous whatever the inputs' strides."""
-    batch, length, heads, _ = q.shape
-    return _empty_packed(v), q.new_empty((batch, heads, length), dtype=torch.float32)
+    """o and r, contiguous whatever the inputs' strides: the layout rule of real and fake implementations alike."""
+    return v.new_empty(v.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
 def _empty_gradients(q: Tensor, v: Tensor) -> Gradients:
-    """Contiguous whatever the inputs' strides: the layout rule of real and fake implementations alike."""
-    return _empty_packed(q), _empty_packed(q), _empty_packed(v)
-
-
-def _empty_packed(like: Tensor) -> Tensor:
-    """Half the host time of like.new_empty(like.shape)."""
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
+    """Contiguous too."""
+    return q.new_empty(q.shape), q.new_empty(q.shape), v.new_empty(v.shape)
 
 
 def _run_forward_reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -476,56 +524,63 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
 # The kernels
 
 
-def _run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The output pass on the current stream of the tensors' device."""
-    scale = _resolved_scale("based_attention", scale, q.shape[3])
-    if q.numel() == 0:
-        return _empty_outputs(q, v)
-    with _current(q.device):
-        plan = _plan("forward", q.device, q.shape, v.shape[3])
-        q, k, v = _packed(q, plan.keys), _packed(k, plan.keys), _packed(v, plan.values)
-        o, r = _empty_outputs(q, v)
-        plan.launch(q, k, v, o, r, plan.scratch(q), scale, *plan.cut)
-    return o, r
+# What inductor's programs allocate with: (size, stride, dtype), on the current device. It takes 1.1 us, torch.empty_like 2.0.
+_empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 
-
-def _run_kernels(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> Gradients:
-    """Both scans, or the sweep, on the current stream of the tensors' device; what passes between kernels is the scratch."""
-    scale = _resolved_scale("based_backward", scale, q.shape[3])
-    if q.numel() == 0:
-        return _empty_gradients(q, v)
-    with _current(q.device):
-        plan = _plan("backward", q.device, q.shape, v.shape[3])
-        q, k, v, do = _packed(q, plan.keys), _packed(k, plan.keys), _packed(v, plan.values), _packed(do, plan.values)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)  # packed as they are
-        plan.launch(q, k, v, do, dq, dk, dv, plan.scratch(q), scale, *plan.cut)
-    return dq, dk, dv
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class _Plan(NamedTuple):
-    """What tensors of one shape take: the compiled operation, how the sequences are cut (its arguments from `ctas` on), and the
-    scratch, in words of 4 bytes: r and h of every token in a backward, where sequences are cut one state (86 KB at K = 16,
-    V = 128) for each SM, and at most two flags for each; in a sweep 288 bytes for each chunk, and one state (24 KB at V = 128)
-    for each 4096 tokens or part of them. It is allocated as bf16: a dtype beside q's costs 1 us."""
+    """What tensors of one kind take: the compiled operation, the outputs, how the sequences are cut (its arguments from `ctas`
+    on), and the scratch, in words of 4 bytes: r and h of every token in a backward, where sequences are cut one state
+    (86 KB at K = 16, V = 128) for each SM, and at most two flags for each; in a sweep 288 bytes for each chunk, and one state
+    (24 KB at V = 128) for each 4096 tokens or part of them."""
 
+    caller: str
+    device: torch.device
+    key_dim: int
+    outputs: tuple[Layout, ...]
     launch: Callable
-    keys: tuple[int, ...]  # the strides of packed q and k
-    values: tuple[int, ...]  # of packed v and do
     cut: tuple[int, ...]
     words: int
     lowered: int  # flags, the last words, that have to be zero
 
-    def scratch(self, q: Tensor) -> Tensor:
-        halves = q.new_empty(2 * self.words)
+    def run(self, tensors: tuple[Tensor, ...], scale: float | None) -> tuple[Tensor, ...]:
+        """The outputs, on the current stream of the tensors' device. Raises as `check_tensors` does, and ValueError for a scale
+        that is not finite.
+
+        The compiled function asks all that the checks ask, in less time, and how rows lie in memory: first it is called."""
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.run(tensors, scale)
+        scale = _resolved_scale(self.caller, scale, self.key_dim)
+        outputs = tuple([_empty_strided(*layout) for layout in self.outputs])
+        others = *outputs, self.scratch(), scale, *self.cut
+        try:
+            self.launch(*tensors, *others)
+        except (TypeError, ValueError):
+            check_tensors(self.caller, *tensors)
+            self.launch(*[_readable(x) for x in tensors], *others)
+        return outputs
+
+    def scratch(self) -> Tensor:
+        """As bf16, so that compiled functions know one dtype but for r."""
+        halves = _empty_strided((2 * self.words,), (1,), torch.bfloat16)
         if self.lowered:
             halves[-2 * self.lowered :].zero_()
         return halves
 
 
 @lru_cache(maxsize=4096)
-def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> _Plan:
-    """The plan of a "forward" or a "backward" for q of shape `keys`."""
+def _plan(kind: str, keys: torch.Size, values: torch.Size, dtype: torch.dtype, device: torch.device) -> _Plan | None:
+    """The plan of a "forward" or a "backward" for q of shape `keys` and v of shape `values`; None where there is nothing to
+    launch, or kernels lack something."""
+    if len(keys) != 4 or len(values) != 4 or 0 in keys:
+        return None
     batch, length, heads, key_dim = keys
+    value_dim = values[3]
+    if which_backend(device, key_dim, value_dim, dtype)[0] != "cute":
+        return None
     sequences, chunks = batch * heads, -(-length // config.CHUNK)
     cut = schedule(sequences, chunks, _processors(device), config.work(kind, key_dim, value_dim))
     way = _way(kind, cut, key_dim, value_dim)
@@ -540,13 +595,22 @@ def _plan(kind: str, device: torch.device, keys: torch.Size, value_dim: int) -> 
         flags_at = states_at + cut.slots * config.state_size(key_dim, value_dim)
         words, lowered = max(flags_at + cut.flags, 1), cut.flags if cut.hands_on == HandsOn.STATE else 0
     return _Plan(
+        caller={"forward": "based_attention", "backward": "based_backward"}[kind],
+        device=device,
+        key_dim=key_dim,
+        outputs=_outputs(kind, keys, values),
         launch=_operation(config.Operation(kind, key_dim, value_dim, way)),
-        keys=(length * heads * key_dim, heads * key_dim, key_dim, 1),
-        values=(length * heads * value_dim, heads * value_dim, value_dim, 1),
         cut=(*cut._replace(hands_on=int(cut.hands_on)), states_at, flags_at),
         words=words,
         lowered=lowered,
     )
+
+
+def _outputs(kind: str, keys: torch.Size, values: torch.Size) -> tuple[Layout, ...]:
+    """Those of `_empty_outputs` or `_empty_gradients`."""
+    q, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in (keys, values))
+    outputs = _empty_outputs(q, v) if kind == "forward" else _empty_gradients(q, v)
+    return tuple((tuple(x.shape), x.stride(), x.dtype) for x in outputs)
 
 
 def _way(kind: str, cut: Schedule, key_dim: int, value_dim: int) -> str:
@@ -562,14 +626,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_ALREADY_CURRENT = contextlib.nullcontext()
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    """`device` as the current one. Most often it is, and to ask costs a quarter of torch.cuda.device."""
-    return _ALREADY_CURRENT if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-
-
 @cache
 def _operation(operation: config.Operation) -> Callable:
     """The compiled operation, loaded at its first use."""
@@ -583,9 +639,8 @@ def _operation(operation: config.Operation) -> Callable:
     return build.load(operation)
 
 
-def _packed(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x itself if it has these strides, those of packed rows, and is aligned as TMA needs it, else a copy.
-
-    is_contiguous() is not enough: it ignores the strides of dimensions of size 1, which a slice leaves arbitrary.
-    """
-    return x if x.stride() == strides and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+def _readable(x: Tensor) -> Tensor:
+    """x itself where TMA can read it, else a packed copy. Strides count in dimensions of size 1 too."""
+    *rows, channels = x.stride()
+    fits = channels == 1 and all(2 * stride % ALIGNMENT == 0 for stride in rows) and x.data_ptr() % ALIGNMENT == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
