@@ -61,21 +61,20 @@ class Outputs(NamedTuple):
 class WeightedRows:
     """Of passes whose features have r in them: the normaliser's product takes rows of q with weights h / r."""
 
-    weights_rows = True
-
     def tiles(self) -> dict:
         """Beside the others those of the rows, written with the features."""
         c = self.config
-        weighted = {"weighted": smem_layout((c.chunk, c.padded_key_dim), c.feature_tiles)}
-        return super().tiles() | (weighted if self.weights_rows else {})
+        return super().tiles() | {"weighted": smem_layout((c.chunk, c.padded_key_dim), c.feature_tiles)}
 
     def gram_rows(self, smem):
         return smem.weighted
 
+    def gram_place(self, stage, tile):
+        return tile
+
     def feature_parts(self, smem, thread):
         parts = super().feature_parts(smem, thread)
-        if self.weights_rows:
-            parts.weighted = SwizzledTile(smem.weighted.iterator.toint(), self.config.chunk, self.config.padded_key_dim)
+        parts.weighted = SwizzledTile(smem.weighted.iterator.toint(), self.config.chunk, self.config.padded_key_dim)
         return parts
 
     def write_weighted(self, g, tile, row, part, words, statistics):
@@ -87,8 +86,44 @@ class WeightedRows:
         sts128(g.weighted.buffer(tile).chunk(row, part), *words)
 
 
-class ReverseScan(WeightedRows, Scan):
+class KeyTokens(Scan):
+    """Base of the passes whose tokens are keys, from the last chunk to the first."""
+
     backward = True
+
+    def await_inputs(self, at):
+        """Behind a forward scan, or the pass before a sweep, they are there."""
+
+    def token_parts(self, smem, group):
+        c = self.config
+        return SimpleNamespace(
+            group=group,
+            scores=Product(c.chunk, smem.k, smem.q),  # (1)
+            values=Product(c.chunk, smem.v, smem.do),  # (2)
+            rows=Product(16, b=smem.q, b_transposed=True),  # (3)
+            intra=Product(c.value_dim, b=smem.do, b_transposed=True),  # (4)
+            normaliser=NormaliserProducts(smem.k, smem.ones, smem.gram),  # (5)
+            inter=Product(c.value_dim, b=smem.state),  # (6)
+            adjoint=Product(c.features, smem.v, smem.state, b_transposed=True),  # (7)
+            own=SwizzledTile(smem.k.iterator.toint(), c.chunk, c.padded_key_dim),
+            v=SwizzledTile(smem.v.iterator.toint(), c.chunk, c.value_dim),
+            statistics=smem.statistics.iterator.toint(),
+        )
+
+    def token_adjoint(self, g, at, chunk, work, rows):
+        """dk of the own entries of both rows."""
+        c = self.config
+        results = []
+        for half in range(2):
+            k = unpack(rows[half].words)
+            grad = adjoint(work.w, half, k, g.quad_lane, g.lane, c.key_dim)
+            linear = linear_entries(work.w, half, c.key_dim)
+            dk = [work.dk[column] for column in own_columns(half, c.key_dim)]
+            results.append([fma(x, at.scale, y + z) for x, y, z in zip(dk, grad, linear, strict=True)])
+        return results
+
+
+class ReverseScan(WeightedRows, KeyTokens):
     loads_statistics = True
     consumer_warps = 9  # the storing warp too
 
@@ -96,9 +131,6 @@ class ReverseScan(WeightedRows, Scan):
         c = self.config
         rows = tma_load_statistics(tensors.statistics, statistics_layout(c.chunk, c.stages), c.chunk)
         return Outputs(rows, tensors.dk, tma_store(tensors.dv, smem_layout((64, 64)), (64, 64)))
-
-    def await_inputs(self, at):
-        """Behind a forward scan they are there."""
 
     @cute.jit
     def await_statistics(self, at):
@@ -150,22 +182,6 @@ class ReverseScan(WeightedRows, Scan):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             pipe.consumer_release(stage)
             stage = sync.advanced(stage, c.token_warpgroups)
-
-    def token_parts(self, smem, group):
-        c = self.config
-        return SimpleNamespace(
-            group=group,
-            scores=Product(c.chunk, smem.k, smem.q),  # (1)
-            values=Product(c.chunk, smem.v, smem.do),  # (2)
-            rows=Product(16, b=smem.q, b_transposed=True),  # (3)
-            intra=Product(c.value_dim, b=smem.do, b_transposed=True),  # (4)
-            normaliser=NormaliserProducts(smem.k, smem.ones, smem.gram),  # (5)
-            inter=Product(c.value_dim, b=smem.state),  # (6)
-            adjoint=Product(c.features, smem.v, smem.state, b_transposed=True),  # (7)
-            own=SwizzledTile(smem.k.iterator.toint(), c.chunk, c.padded_key_dim),
-            v=SwizzledTile(smem.v.iterator.toint(), c.chunk, c.value_dim),
-            statistics=smem.statistics.iterator.toint(),
-        )
 
     def token_products(self, g, at, chunk, stage):
         """Products (1) to (7) of one chunk; dv leaves through shared memory, dk and W are returned."""
@@ -239,18 +255,6 @@ class ReverseScan(WeightedRows, Scan):
         store_words(g.v.buffer(stage), g.row - g.lane // 4, g.lane, packed)
         sync.publish()
         sync.arrive(Barrier.STAGED, g.group, WARPGROUP + WARP)
-
-    def token_adjoint(self, g, at, chunk, work, rows):
-        """dk of the own entries of both rows."""
-        c = self.config
-        results = []
-        for half in range(2):
-            k = unpack(rows[half].words)
-            grad = adjoint(work.w, half, k, g.quad_lane, g.lane, c.key_dim)
-            linear = linear_entries(work.w, half, c.key_dim)
-            dk = [work.dk[column] for column in own_columns(half, c.key_dim)]
-            results.append([fma(x, at.scale, y + z) for x, y, z in zip(dk, grad, linear, strict=True)])
-        return results
 
     @cute.jit
     def write_rows(self, outputs, g, at, chunk, results):

@@ -348,6 +348,10 @@ class Scan:
         """The rows whose product with the features is the normaliser."""
         return smem.k
 
+    def gram_place(self, stage, tile):
+        """Which of them are the chunk's, in `stage`, with its features in `tile`."""
+        return stage
+
     def gram_factor(self, at):
         """What G still lacks."""
         return Float32(1.0) if self.scaled_features else at.scale
@@ -488,9 +492,8 @@ class Scan:
 
     def issue_products(self, g, stage, tile):
         """S^T += x^T phi and G += phi^T y over the chunk in `stage`, a group for each 64 rows of S^T."""
-        rows = tile if self.backward else stage
         warpgroup.fence()
-        phi, rows = k_steps(g.gram_update.a, tile), k_steps(g.gram_update.b, rows)
+        phi, rows = k_steps(g.gram_update.a, tile), k_steps(g.gram_update.b, self.gram_place(stage, tile))
         g.gram_update.issue(g.gram, phi, rows, accumulate=True, commit=False)
         for update, block in zip(g.updates, g.state, strict=True):
             update.issue(block, k_steps(update.a, stage), k_steps(update.b, tile), accumulate=True)

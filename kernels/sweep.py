@@ -47,7 +47,7 @@ from .blocks.sync import WARP, WARPGROUP, Barrier
 from .blocks.taylor import ExactProducts, own_columns, scaled_phi_words, store_own, write_features
 from .blocks.tiles import STORED, SwizzledTile, TmaTensor, smem_layout, store_warp_rows, store_words, tma_store
 from .forward_scan import ROOT_HALF, ROOT_TWO, ForwardScan
-from .reverse_scan import ReverseScan
+from .reverse_scan import KeyTokens
 from .sweep_state import WholeSequences
 
 BUILDERS = WARPGROUP + 2 * WARP  # of the features of the keys, which the state warpgroup multiplies
@@ -62,13 +62,11 @@ class Outputs(NamedTuple):
     dv: TmaTensor
 
 
-class Sweep(WholeSequences, ReverseScan):
-    loads_statistics = False
+class Sweep(WholeSequences, KeyTokens):
     reads_again = False
     issue_inter = ForwardScan.issue_inter
     statistics = ForwardScan.statistics
     state_threads = PUBLISHERS
-    weights_rows = False  # warp 3 sums the normaliser
     before_barrier, before_threads = Barrier.BEFORE_FULL, PUBLISHERS
     consumer_warps = 9  # warp 3 too
     inputs = ("k", "v", "q", "do")  # the state is rewound with k and v, so they come first, on an mbarrier of their own

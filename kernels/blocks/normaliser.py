@@ -33,27 +33,25 @@ def gram_columns(phi, key_dim: int):
     return columns_of(phi, 96 if key_dim == 16 else 0, 64)
 
 
-def gram_step(tile: SwizzledTile, step, lane, statistics=None):
-    """x^T, the weighted x^T and the weights of 16 tokens, from 16 step on, as words of an A operand of one k-step."""
-    entries = ldmatrix4_transposed(tile.chunk(16 * step + lane % 8 + 8 * (lane // 16), (lane // 8) % 2))
-    if statistics is None:
-        return entries, entries, [ONES] * 4
-    weights = []
-    for eight in range(2):
-        _, h0, _, h1 = lds128(statistics + (16 * step + 8 * eight + 2 * (lane % 4)) * 8)
-        weights += [pack2(float_of(h0), float_of(h1))] * 2
-    return entries, [mul2(x, weight) for x, weight in zip(entries, weights, strict=True)], weights
-
-
 def gram_of_eight(tile: SwizzledTile, statistics, lane, tokens: int) -> list:
     """The normaliser of a chunk's rows for K = 8, by one warp without WGMMA: two values of G a lane, in the order of an
-    accumulator, then two of the sums. Columns 0 to 7 of the transposed rows are the entries; the weights stand where 8 to 15
-    would be."""
+    accumulator, then two of the sums. Rows have weights h, or 1 without statistics. Entries 0 to 7 of the transposed rows are
+    those of the A operand; the weights stand where 8 to 15 would be."""
     total = [Float32(0.0)] * 4
-    for step in range(tokens // 16):
-        entries, weighted, weights = gram_step(tile, step, lane, statistics)
-        total = mma_16x8x16((weighted[0], weights[1], weighted[2], weights[3]), (entries[0], entries[2]), total)
+    for first in range(0, tokens, 16):
+        low, _, high, _ = ldmatrix4_transposed(tile.chunk(first + lane % 8 + 8 * (lane // 16), (lane // 8) % 2))
+        operand = low, ONES, high, ONES
+        if statistics is not None:
+            h = [weights_of_pair(statistics + (first + eight + 2 * (lane % 4)) * 8) for eight in (0, 8)]
+            operand = mul2(low, h[0]), h[0], mul2(high, h[1]), h[1]
+        total = mma_16x8x16(operand, (low, high), total)
     return total
+
+
+def weights_of_pair(statistics):
+    """h of two tokens as a packed pair."""
+    _, h0, _, h1 = lds128(statistics)
+    return pack2(float_of(h0), float_of(h1))
 
 
 class Normaliser:
