@@ -126,20 +126,21 @@ def _write_entry(path: Path, content: bytes) -> None:
 
 def compile_object(operation: Operation) -> bytes:
     """Compile an operation to a relocatable object whose function has its name."""
-    compiled = compile_rows(operation.kind, operation.rows)
+    compiled = compile_kernels(operation.kind, operation.kernels)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{operation.name}.o"
         compiled.export_to_c(object_file_path=str(path), function_name=operation.name)
         return path.read_bytes()
 
 
-def compile_row(row: ScanConfig):
-    """Compile one pass alone, for those who want to look at it."""
-    return compile_rows(operation_of(row), (row,))
+def compile_kernel(*rows: ScanConfig):
+    """Compile one kernel alone, of one pass or of passes one after the other, for those who want to look at it."""
+    return compile_kernels(operation_of(rows[0]), (rows,))
 
 
-def compile_rows(kind: str, rows: tuple[ScanConfig, ...]):
-    """Compile the passes `rows` of an operation from fake tensors with symbolic B, T and H; needs neither a GPU nor torch.
+def compile_kernels(kind: str, kernels: tuple[tuple[ScanConfig, ...], ...]):
+    """Compile kernels of an operation, each given by its rows, from fake tensors with symbolic B, T and H; needs neither a GPU
+    nor torch.
 
     Strides are 64-bit: B * T * H * V passes 2^31 at sizes people use.
     """
@@ -160,7 +161,7 @@ def compile_rows(kind: str, rows: tuple[ScanConfig, ...]):
         order = tuple(reversed(range(len(shape))))
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
 
-    widths = {"k": rows[0].key_dim, "v": rows[0].value_dim}
+    widths = {"k": kernels[0][0].key_dim, "v": kernels[0][0].value_dim}
     named = {"forward": "kkvv", "backward": "kkvvkkv"}[kind]  # q, k, v, o and q, k, v, do, dq, dk, dv
     tensors = [tokenwise(widths[width]) for width in named]
     if kind == "forward":
@@ -168,7 +169,7 @@ def compile_rows(kind: str, rows: tuple[ScanConfig, ...]):
     numbers = (cutlass.Float32(1.0), *[cutlass.Int32(1)] * 6, *[cutlass.Int64(1)] * 2)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     arguments = (*tensors, contiguous(cutlass.BFloat16, halves), *numbers, stream)
-    return cute.compile(OPERATIONS[kind](rows), *arguments, options=f"--enable-tvm-ffi --gpu-arch {ARCH}")
+    return cute.compile(OPERATIONS[kind](kernels), *arguments, options=f"--enable-tvm-ffi --gpu-arch {ARCH}")
 
 
 def export(directory: Path) -> None:

@@ -22,13 +22,14 @@ STATES = ("forward_state", "reverse_state", "output_state")  # their states at t
 STATE_SUM = "state_sum"
 SWEEP = ("sweep_state", "sweep")
 PASSES = (*SCANS, *STATES, STATE_SUM, *SWEEP)
-# What a call runs, in order: the scans; before each scan the passes that compute the states at the cuts; at K = 8 and without
-# cuts, one sweep in place of both scans.
+# What a call runs, in order: the scans; before each scan the passes that compute the states at the cuts; without cuts both
+# scans of a backward in one kernel, and at K = 8 one sweep in their place.
 OPERATIONS = {
     "forward": {"scans": ("output",), "summed": ("output_state", STATE_SUM, "output")},
     "backward": {
         "scans": ("forward_scan", "reverse_scan"),
         "summed": ("forward_state", STATE_SUM, "forward_scan", "reverse_state", STATE_SUM, "reverse_scan"),
+        "whole": (("forward_scan", "reverse_scan"),),
         "swept": SWEEP,
     },
 }
@@ -92,6 +93,11 @@ class ScanConfig:
     @property
     def registers(self) -> int:
         return WARPGROUP * (self.producer_registers + self.state_registers + self.token_warpgroups * self.token_registers)
+
+    @property
+    def split(self) -> tuple[int, int, int]:
+        """Registers of a thread of each role."""
+        return self.producer_registers, self.state_registers, self.token_registers
 
     @property
     def launch_registers(self) -> int:
@@ -217,8 +223,15 @@ class Operation:
         return f"based_{self.kind}_{self.key_dim}_{self.value_dim}" + f"_{self.way}" * (self.way != "scans")
 
     @property
+    def kernels(self) -> tuple[tuple[ScanConfig, ...], ...]:
+        """The rows of each kernel: one, or those of passes that a CTA takes one after the other."""
+        named = (names if isinstance(names, tuple) else (names,) for names in OPERATIONS[self.kind][self.way])
+        return tuple(tuple(find(name, self.key_dim, self.value_dim) for name in names) for names in named)
+
+    @property
     def rows(self) -> tuple[ScanConfig, ...]:
-        return tuple(find(name, self.key_dim, self.value_dim) for name in OPERATIONS[self.kind][self.way])
+        """Of all kernels."""
+        return sum(self.kernels, ())
 
 
 def operation_of(row: ScanConfig) -> str:
@@ -229,13 +242,19 @@ def operation_of(row: ScanConfig) -> str:
 def all_operations() -> tuple[Operation, ...]:
     """Every operation of every (K, V) of the table."""
     dims = sorted({(row.key_dim, row.value_dim) for row in ROWS})
-    operations = [Operation(kind, *pair, way) for kind, ways in OPERATIONS.items() for pair in dims for way in ways]
-    return tuple(operation for operation in operations if None not in operation.rows)
+    operations = []
+    for kind, ways in OPERATIONS.items():
+        for pair in dims:
+            wanted = (way for way in ways if way not in ("whole", "swept") or way == uncut_way(kind, *pair))
+            operations += [Operation(kind, *pair, way) for way in wanted]
+    return tuple(operations)
 
 
-def has_sweep(kind: str, key_dim: int, value_dim: int) -> bool:
-    """Whether a sweep takes the sequences that are not cut: in a backward, where the table has one."""
-    return "swept" in OPERATIONS[kind] and find("sweep", key_dim, value_dim) is not None
+def uncut_way(kind: str, key_dim: int, value_dim: int) -> str:
+    """The way of OPERATIONS in which sequences are taken that are not cut."""
+    if kind == "forward":
+        return "scans"
+    return "swept" if find("sweep", key_dim, value_dim) else "whole"
 
 
 def state_size(key_dim: int, value_dim: int) -> int:
@@ -286,6 +305,6 @@ def work(kind: str, key_dim: int, value_dim: int) -> Work:
     """By fit to calls with 1 to 300 sequences of 256 to 131072 tokens at V = 128 (docs/performance.md). A chunk takes 4.05 us
     in a backward at K = 16 and 1.7 in a forward."""
     piece, apart = (3.0, 1.4) if key_dim == 8 else (1.3, 1.03)
-    whole = 0.91 if has_sweep(kind, key_dim, value_dim) else 1.0
+    whole = 0.91 if uncut_way(kind, key_dim, value_dim) == "swept" else 1.0
     starts = {"halves": 4.4, "ranges": 7.0} if kind == "forward" else {}
     return Work(piece, apart, -(-96 // (2 * key_dim)), whole, **starts)

@@ -39,7 +39,6 @@ from .blocks.taylor import (
 )
 from .blocks.tiles import EVICT_LAST, EVICT_NORMAL, SwizzledTile
 from .scan import Scan
-from .schedule import HandsOn
 
 DENOMINATOR_EPSILON = 1e-6
 ROOT_HALF, ROOT_TWO = 0.5**0.5, 2.0**0.5
@@ -66,29 +65,6 @@ class ForwardScan(Scan):
     def l2_policy(self, p, chunk):
         """The last chunks stay, since the next pass starts with them: 0.3 to 0.8% of both scans at K = 8, 0 at K = 16."""
         return Int64(select_(chunk >= p.chunk + p.count - self.kept_chunks, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
-
-    @cute.jit
-    def await_inputs(self, at):
-        """Flags are lowered before the reverse scan may start, and before any chunk is taken."""
-        super().await_inputs(at)
-        if at.hands_on == HandsOn.ROWS:
-            if cute.arch.thread_idx()[0] < self.config.token_warpgroups:
-                sync.store_release(self.rows_flag(at, cute.arch.thread_idx()[0]), 0)
-                cute.arch.fence_acq_rel_gpu()
-            cute.arch.sync_warp()
-            cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def let_next_start(self, problem):
-        if problem.hands_on != HandsOn.ROWS:
-            super().let_next_start(problem)
-
-    @cute.jit
-    def finish(self, at, group, thread):
-        """A warpgroup that took chunks says that their r and h are there. One that took none must not: it could be faster than
-        the loading warp, which lowers the flags."""
-        if (at.hands_on == HandsOn.ROWS) & (group < at.chunks):
-            sync.raise_flag(self.rows_flag(at, group), thread, Barrier.ROWS, group)
 
     def state_products(self, at, statistics, row):
         return ExactProducts

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .config import CHUNK, ScanConfig
+from .config import CHUNK, STATE_SUM, ScanConfig
 from .forward_scan import ForwardScan
+from .kernel import Kernel
 from .output import OutputScan
 from .reverse_scan import ReverseScan
 from .scan import Problem
@@ -24,18 +25,17 @@ PASSES = {
     "forward_state": ForwardState,
     "reverse_state": ReverseState,
     "output_state": OutputState,
-    "state_sum": StateSum,
     "sweep_state": SweepState,
     "sweep": Sweep,
 }
 
 
 class Launch:
-    """The passes of `rows`, in order. From `ctas` on a call's arguments are a schedule.Schedule, in its order; states and
-    flags begin at the 32-bit words `states_at` and `flags_at` of the scratch."""
+    """The kernels of an operation, in order, each given by its rows. From `ctas` on a call's arguments are a schedule.Schedule,
+    in its order; states and flags begin at the 32-bit words `states_at` and `flags_at` of the scratch."""
 
-    def __init__(self, rows: tuple[ScanConfig, ...]):
-        self.passes = [PASSES[row.scan](row) for row in rows]
+    def __init__(self, kernels: tuple[tuple[ScanConfig, ...], ...]):
+        self.kernels = [StateSum(*rows) if rows[0].scan == STATE_SUM else kernel_of(rows) for rows in kernels]
 
     def run(self, tensors, scratch, scale, cut, stream):
         ctas, *ranges, runs, states_at, flags_at = cut
@@ -43,8 +43,12 @@ class Launch:
         words = scratch.iterator.toint()
         addresses = words + 4 * states_at, words + 4 * flags_at
         problem = Problem(tokens, heads, batch * heads // runs, scale, ctas // runs, *ranges, runs, *addresses)
-        for launched in self.passes:
-            launched.start(tensors, problem, stream)
+        for kernel in self.kernels:
+            kernel.start(tensors, problem, stream)
+
+
+def kernel_of(rows: tuple[ScanConfig, ...]) -> Kernel:
+    return Kernel(*[PASSES[row.scan](row) for row in rows])
 
 
 class Forward(Launch):

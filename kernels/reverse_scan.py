@@ -134,13 +134,8 @@ class ReverseScan(WeightedRows, KeyTokens):
 
     @cute.jit
     def await_statistics(self, at):
-        """r and h of the sequence are there: where they are handed on, other sequences may still be in the forward scan; behind
-        a pass that sums states all are through."""
-        if at.hands_on == HandsOn.ROWS:
-            if cute.arch.thread_idx()[0] < cutlass.min(at.chunks, self.config.token_warpgroups):
-                sync.spin_while_zero(self.rows_flag(at, cute.arch.thread_idx()[0]))
-            cute.arch.sync_warp()
-        elif at.hands_on != HandsOn.SUMS:
+        """r and h are there: behind a pass that sums states the forward scan is through."""
+        if at.hands_on != HandsOn.SUMS:
             cute.arch.griddepcontrol_wait()
         cute.arch.fence_proxy("async.global")  # TMA reads what ordinary stores wrote
 

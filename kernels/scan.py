@@ -26,8 +26,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, select_
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
+from cutlass.cute.nvgpu import warpgroup
 
 from .blocks import sync
 from .blocks.gemm import Product, k_steps
@@ -49,7 +48,7 @@ from .config import ScanConfig, state_size
 from .schedule import Arithmetic, HandsOn, piece, range_of
 
 RANGE_WORDS = 8  # those of schedule.range_of, the run, and the number of the CTA
-PIECES, CTA = 5, 7  # the place of two of them
+PIECES = 5  # the place of one of them
 
 
 def quotient(a, b):
@@ -66,8 +65,8 @@ class Problem(NamedTuple):
     sequences: of one run.
     ctas ... runs: those of schedule.Schedule, but `ctas` of one run.
     states: address of one slot a CTA, fp32; what is not handed on is there before the launch.
-    flags: address of one word a CTA, zero before and after the launch, where states are handed on; where r and h are, of one
-    for each token warpgroup of a CTA; in a sweep, of the normalisers before the chunks.
+    flags: address of one word a CTA, zero before and after the launch, where states are handed on; in a sweep, of the
+    normalisers before the chunks.
     """
 
     tokens: Int32
@@ -102,17 +101,13 @@ class Scan:
 
     # ---- host side, traced once per compile ----
 
-    def start(self, tensors, problem, stream):
-        """Launch the pass on its tensors, by name: all CTAs, ready to start while the kernel before them drains."""
-        loads = tuple(tma_load(getattr(tensors, name), self.tiles()[name], self.tile_shape(name)) for name in self.inputs)
-        self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(loads, self.outputs(tensors), problem).launch(
-            grid=[problem.ctas, problem.runs, 1],
-            block=[self.config.threads, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
-        )
+    def narrowed(self, problem):
+        """What of the problem this pass takes."""
+        return problem
+
+    def loads(self, tensors):
+        """The TMA loads of its inputs, from tensors by name."""
+        return tuple(tma_load(getattr(tensors, name), self.tiles()[name], self.tile_shape(name)) for name in self.inputs)
 
     def tiles(self) -> dict:
         """Layouts of the bf16 tiles in shared memory, by name."""
@@ -164,9 +159,9 @@ class Scan:
 
     # ---- device side ----
 
-    def allocate(self):
-        """Shared memory as tensors by name, and the barriers."""
-        c, storage = self.config, SmemAllocator().allocate(self.storage())
+    def allocate(self, memory):
+        """Shared memory, from address `memory` on, as tensors by name, and the barriers."""
+        c, storage = self.config, self.storage()(memory)
         smem = {
             name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner) for name, layout in self.tiles().items()
         }
@@ -174,53 +169,16 @@ class Scan:
             smem["statistics"] = storage.statistics.get_tensor(statistics_layout(c.chunk, self.row_buffers))
         return SimpleNamespace(**smem, barriers=storage.barriers.data_ptr(), range=storage.range.data_ptr().toint())
 
-    @cute.kernel
-    def kernel(self, loads, outputs, problem: Problem):
-        """The device entry: allocate, then hand each warp its role."""
-        c = self.config
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for source in loads:
-                cpasync.prefetch_descriptor(source.atom)
-        smem = self.allocate()
-        if warp == 0:
-            self.set_up_barriers(smem)
-        elif warp == 1:
-            self.write_range(problem, smem.range)
-        pipe = sync.load_pipeline(smem.barriers, c.stages, self.consumer_warps, self.ring_bytes)
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(c.producer_registers)
-            if warp == 0:
-                self.load(loads, outputs, smem, pipe, self.place(problem, smem))
-            else:
-                if warp == 3:
-                    self.let_next_start(problem)
-                self.help(outputs, smem, pipe, problem, warp)
-        else:
-            if warp < 8:
-                if problem.hands_on != HandsOn.ROWS:  # then no state is loaded
-                    cute.arch.griddepcontrol_wait()  # the kernel before wrote the states, or the zeros in the flags
-                cute.arch.setmaxregister_increase(c.state_registers)
-                self.carry_state(smem, pipe, self.place(problem, smem))
-            else:
-                cute.arch.setmaxregister_increase(c.token_registers)
-                self.take_chunks(outputs, smem, pipe, self.place(problem, smem))
-
-    def write_range(self, problem, address):
-        """The CTA's range of the tape, for all roles; the barrier behind the set-up of the ring makes it visible."""
+    def write_range(self, problem, address, block):
+        """The CTA's range of the tape, for all roles; the barrier behind the set-up of the ring makes it visible. block: the
+        CTA's number in its run, and the run."""
         sizes = (problem.sequences, self.chunks(problem), problem.stride, problem.chunks_per_cta, problem.late_ctas)
-        number, run = self.block(problem)
+        number, run = block
         for i, word in enumerate((*range_of(number, *sizes, DEVICE), run, run * problem.ctas + number)):
             write_word(address + 4 * i, word)
 
     def set_up_barriers(self, smem):
         """Those beside the ring's, by warp 0."""
-
-    def block(self, problem):
-        """The CTA's number in its run, and the run. Those of a backward pass start from the last, whose sequence the forward
-        scan has just left in the L2."""
-        number, run, _ = cute.arch.block_idx()
-        return (problem.ctas - 1 - number, problem.runs - 1 - run) if self.backward else (number, run)
 
     def chunks(self, problem):
         """Of one sequence."""
@@ -297,11 +255,6 @@ class Scan:
     def await_statistics(self, at):
         """r and h are there, if the pass reads them."""
 
-    def rows_flag(self, at, group):
-        """Address of the flag that token warpgroup `group` of an uncut forward scan raises once r and h of its chunks are
-        there, if it has any."""
-        return at.flags + 4 * (self.config.token_warpgroups * read_word(at.range + 4 * CTA) + group)
-
     def load_sides(self, loads, outputs, smem, p):
         """(copy atom, shared side, global side) of each load of one sequence."""
         sides = [
@@ -315,13 +268,6 @@ class Scan:
 
     def help(self, outputs, smem, pipe, problem, warp):
         """Warps 1 to 3: nothing, unless the pass has work for them."""
-
-    @cute.jit
-    def let_next_start(self, problem):
-        """Once the kernel before is through, so that this one does not end before it: who runs knows that all kernels but the
-        one before it are through."""
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def carry_state(self, smem, pipe, at):

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .config import TOKEN_WARPGROUPS, Work
+from .config import Work
 
 SUM_THREADS = 256  # of a block that adds states up along a sequence (segment_state.py)
 AT_ONCE = 8  # states that one of its threads loads together: one after the other they take 0.6 us each
@@ -23,9 +23,6 @@ class HandsOn(enum.IntEnum):
     """What a CTA leaves to another.
 
     NOTHING no cut falls inside a sequence
-    ROWS    nor here; r and h of its sequence, from a forward scan that runs in one wave to the reverse scan, with a flag that
-            says that they are there: each CTA of it starts when its own sequence is through, instead of when all are: 1.0
-            to 1.6% of both scans. In several waves CTAs would no longer walk side by side: 0.7% slower at K = 8
     STATE   more sequences than SMs, so that at most one cut falls into a sequence: its first part is the first thing that one
             CTA does and its second part the last thing that the next one does, and the state waits in memory in between
             (McNaughton's wrap-around rule), with a flag that says that it is there. No work is done twice ("chained")
@@ -35,7 +32,7 @@ class HandsOn(enum.IntEnum):
             each in two, and a CTA takes either the long later part of one or the short first parts of several ("parted")
     """
 
-    NOTHING, STATE, ROWS, SUMS = range(4)
+    NOTHING, STATE, SUMS = range(3)
 
 
 class Schedule(NamedTuple):
@@ -61,8 +58,8 @@ class Schedule(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """One for each state that is handed on, or each token warpgroup that hands on rows."""
-        return {HandsOn.STATE: 1, HandsOn.ROWS: TOKEN_WARPGROUPS}.get(self.hands_on, 0) * self.ctas
+        """One for each state that is handed on."""
+        return self.ctas if self.hands_on == HandsOn.STATE else 0
 
 
 def schedule(sequences: int, chunks: int, processors: int, work: Work) -> Schedule:
@@ -89,7 +86,7 @@ def _divisors(sequences: int, processors: int) -> list[int]:
 
 def _whole(sequences, chunks, processors, work) -> tuple[float, Schedule]:
     waves = -(-sequences // processors)
-    return work.whole * waves * chunks, Schedule(sequences, chunks, chunks, HandsOn.ROWS if waves == 1 else HandsOn.NOTHING)
+    return work.whole * waves * chunks, Schedule(sequences, chunks, chunks, HandsOn.NOTHING)
 
 
 def _cut_runs(sequences, chunks, processors, runs, hands_on) -> Schedule:

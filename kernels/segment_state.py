@@ -49,13 +49,12 @@ class SegmentState(Scan):
     backward = False
     consumer_warps = 8  # those of the state warpgroup, and of the one that builds the chunk's features
 
-    def start(self, tensors, problem, stream):
+    def narrowed(self, problem):
         """One range a CTA."""
         cut = problem.ctas, problem.stride, problem.chunks_per_cta, problem.late_ctas
         ctas, chunks_per_cta = summed_ranges(*cut, DEVICE)
         numbers = {"ctas": ctas, "chunks_per_cta": chunks_per_cta, "late_ctas": 0, "hands_on": HandsOn.NOTHING}
-        problem = problem._replace(**{name: Int32(number) for name, number in numbers.items()})
-        super().start(tensors, problem, stream)
+        return problem._replace(**{name: Int32(number) for name, number in numbers.items()})
 
     def outputs(self, tensors):
         return Statistics(None)

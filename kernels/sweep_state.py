@@ -31,8 +31,8 @@ class WholeSequences:
     """What both passes have in common: a CTA takes one sequence. Its words in shared memory are the batch, the head, the chunks
     and how many pieces it takes, 1: uniform registers are scarce, and what is read again where it is used waits in none."""
 
-    def write_range(self, problem, address):
-        sequence, _ = self.block(problem)
+    def write_range(self, problem, address, block):
+        sequence, _ = block
         batch = quotient(sequence, problem.heads)
         for i, word in enumerate((batch, sequence - batch * problem.heads, self.chunks(problem), Int32(1))):
             write_word(address + 4 * i, word)

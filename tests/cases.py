@@ -67,12 +67,12 @@ def launch_on_cpu(monkeypatch: pytest.MonkeyPatch, operation: Callable) -> None:
 
 
 def uncut(sequences: int, chunks: int, *_) -> Schedule:
-    return Schedule(sequences, chunks, chunks, HandsOn.ROWS)
+    return Schedule(sequences, chunks, chunks, HandsOn.NOTHING)
 
 
 def scans(key_dim: int, value_dim: int) -> Rule:
     """Whole sequences, by scans: where the table has a sweep, `uncut` would take that."""
-    return chained(1.0) if config.has_sweep("backward", key_dim, value_dim) else uncut
+    return uncut if config.uncut_way("backward", key_dim, value_dim) == "whole" else chained(1.0)
 
 
 def in_runs(sequences: int, chunks: int, per_cta: int, hands_on: HandsOn, runs: int) -> Schedule:

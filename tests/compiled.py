@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU: what ptxas says of a row, and the row as a function of CPU tensors on the PTX machine."""
+"""Kernels compiled without a GPU: what ptxas says of one, and operations as functions of CPU tensors on the PTX machine."""
 
 import os
 import re
@@ -22,14 +22,15 @@ from based_cute.kernels.schedule import SUM_THREADS, HandsOn, Schedule, adds_up,
 COMPILE = """
 import sys
 from based_cute.kernels import build, config
-build.compile_row(eval(sys.argv[1], vars(config)))
+build.compile_kernel(*eval(sys.argv[1], vars(config)))
 """
+Rows = tuple[config.ScanConfig, ...]  # of one kernel
 FLAGS = 1 << 40  # the address of the flags: outside the machine's global memory, which keeps them apart
 GUARD = 1 << 10  # bytes around every tensor in the machine's global memory
 
 
 class Report(NamedTuple):
-    """What ptxas said of a row, the PTX it said it of, and the machine code it made of it."""
+    """What ptxas said of a kernel, the PTX it said it of, and the machine code it made of it."""
 
     remarks: list[str]
     spilled: int
@@ -38,7 +39,7 @@ class Report(NamedTuple):
 
 
 @cache
-def compile_report(row: config.ScanConfig) -> Report:
+def compile_report(*rows: config.ScanConfig) -> Report:
     """Compile in a process of its own: the DSL reads its environment once, and ptxas writes to the process's streams."""
     with tempfile.TemporaryDirectory() as directory:
         environment = dict(
@@ -50,7 +51,7 @@ def compile_report(row: config.ScanConfig) -> Report:
             CUTE_DSL_DUMP_DIR=directory,
         )
         run = subprocess.run(
-            [sys.executable, "-c", COMPILE, repr(row)], env=environment, capture_output=True, text=True, timeout=600
+            [sys.executable, "-c", COMPILE, repr(rows)], env=environment, capture_output=True, text=True, timeout=600
         )
         output = run.stdout + run.stderr
         assert run.returncode == 0, output[-3000:]
@@ -62,13 +63,13 @@ def compile_report(row: config.ScanConfig) -> Report:
 
 
 @cache
-def compiled_program(row: config.ScanConfig) -> ptx_machine.Program:
-    return ptx_machine.parse(compile_report(row).ptx)
+def compiled_program(*rows: config.ScanConfig) -> ptx_machine.Program:
+    return ptx_machine.parse(compile_report(*rows).ptx)
 
 
 @cache
-def control_program(row: config.ScanConfig) -> ptx_machine.Program:
-    return ptx_machine.slice_control(compiled_program(row))
+def control_program(*rows: config.ScanConfig) -> ptx_machine.Program:
+    return ptx_machine.slice_control(compiled_program(*rows))
 
 
 def without(program: ptx_machine.Program, name: str, which: int = -1) -> ptx_machine.Program:
@@ -79,33 +80,35 @@ def without(program: ptx_machine.Program, name: str, which: int = -1) -> ptx_mac
     return replace(program, instructions=instructions)
 
 
-# What a pass copies in bulk, in the order of its TMA descriptors; dv and o are stored.
-DESCRIPTORS = {
+# What a pass copies in bulk, in the order of its TMA descriptors: its inputs, and others, of which it stores dv and o.
+INPUTS = {
     "forward_scan": ("q", "k", "v", "do"),
-    "reverse_scan": ("q", "k", "v", "do", "rh", "dv"),
-    "output": ("q", "k", "v", "o"),
+    "reverse_scan": ("q", "k", "v", "do"),
+    "output": ("q", "k", "v"),
     "forward_state": ("k", "v"),
-    "reverse_state": ("q", "do", "rh"),
+    "reverse_state": ("q", "do"),
     "output_state": ("k", "v"),
     "sweep_state": ("k", "v"),
-    "sweep": ("k", "v", "q", "do", "dv"),
+    "sweep": ("k", "v", "q", "do"),
 }
+OTHERS = {"reverse_scan": ("rh", "dv"), "output": ("o",), "reverse_state": ("rh",), "sweep": ("dv",)}
 
 
-def descriptors_of(row: config.ScanConfig) -> dict[str, int]:
-    """The parameters that are TMA descriptors, by the tensor's name."""
-    positions = [i for i, size in enumerate(compiled_program(row).sizes) if size == 128]
-    return dict(zip(DESCRIPTORS[row.scan], positions, strict=True))
+def descriptors_of(rows: Rows) -> dict[int, str]:
+    """The tensor's name for each parameter that is a TMA descriptor: those of the inputs of all passes come first."""
+    positions = [i for i, size in enumerate(compiled_program(*rows).sizes) if size == 128]
+    names = [name for table in (INPUTS, OTHERS) for row in rows for name in table.get(row.scan, ())]
+    return dict(zip(positions, names, strict=True))
 
 
-def settled(row: config.ScanConfig, plan: Schedule) -> tuple[str, ...]:
-    """What a pass loads that the kernel before does not write: the inputs, if that is a pass of the same call; r and h, if it
-    is not the forward scan."""
-    begins = ("forward_state", "output_state", "sweep_state")
-    if row.scan in begins or (row.scan in ("forward_scan", "output") and plan.hands_on != HandsOn.SUMS):
+def settled(rows: Rows, plan: Schedule) -> tuple[str, ...]:
+    """What a kernel loads that the kernel before does not write: the inputs, if that is one of the same call; r and h, if it is
+    not the forward scan."""
+    begins, scan = ("forward_state", "output_state", "sweep_state"), rows[0].scan
+    if scan in begins or (scan in ("forward_scan", "output") and plan.hands_on != HandsOn.SUMS):
         return ()
     inputs = ("q", "k", "v", "do")
-    return (*inputs, "rh") if row.scan == "reverse_scan" and plan.hands_on == HandsOn.SUMS else inputs
+    return (*inputs, "rh") if scan == "reverse_scan" and plan.hands_on == HandsOn.SUMS else inputs
 
 
 def flag_addresses(count: int) -> list[int]:
@@ -113,14 +116,14 @@ def flag_addresses(count: int) -> list[int]:
 
 
 def launch_parameters(
-    row: config.ScanConfig, sizes: tuple[int, ...], factor: int, plan: Schedule, others: type[dict] = dict
+    rows: Rows, sizes: tuple[int, ...], factor: int, plan: Schedule, others: type[dict] = dict
 ) -> tuple[dict, int]:
     """The scalars of scan.Problem and the flags by their positions, and that of the states; `others` stands for the rest.
 
     sizes: (B, T, H). factor: the word of the scale."""
     batch, length, heads = sizes
     problem = (length, heads, batch * heads // plan.runs, factor, *plan._replace(ctas=plan.ctas_of_a_run))
-    scalars = [i for i, size in enumerate(compiled_program(row).sizes) if size == 4]
+    scalars = [i for i, size in enumerate(compiled_program(*rows).sizes) if size == 4]
     parameters = defaultdict(others, zip(scalars, problem, strict=True))
     parameters[scalars[-1] + 2] = FLAGS
     return parameters, scalars[-1] + 1
@@ -147,17 +150,18 @@ def emulated(operation: config.Operation, *, late: bool = False):
         states = scratch[states_at:flags_at]
         plan = Schedule(*cut)
         flags = scratch[flags_at : flags_at + plan.flags].view(torch.int32)
-        for row in operation.rows:
-            if row.scan in config.SWEEP:
-                run_pass(row, named, scale, plan, states, scratch[flags_at:], late=late)
-            elif row.scan in config.SCANS:
-                run_pass(row, named, scale, plan, states, flags, late=late)
-            elif row.scan in config.STATES:
+        for rows in operation.kernels:
+            scan = rows[0].scan
+            if scan in config.SWEEP:
+                run_kernel(rows, named, scale, plan, states, scratch[flags_at:], late=late)
+            elif scan in config.SCANS:
+                run_kernel(rows, named, scale, plan, states, flags, late=late)
+            elif scan in config.STATES:
                 of_a_run, per_cta = summed_ranges(plan.ctas_of_a_run, plan.stride, plan.chunks_per_cta, plan.late_ctas)
                 ranges = Schedule(plan.runs * of_a_run, per_cta, plan.stride, HandsOn.NOTHING, runs=plan.runs)
-                run_pass(row, named, scale, ranges, states, None, late=late)
+                run_kernel(rows, named, scale, ranges, states, None, late=late)
             elif adds_up(batch * heads // plan.runs, plan.stride, plan.chunks_per_cta, plan.late_ctas):
-                run_sum(row, states, batch * heads, plan)
+                run_sum(*rows, states, batch * heads, plan)
 
     return function
 
@@ -175,6 +179,12 @@ class Heap:
             self.tensors.append((tensor, self.end))
         self.end += -(-tensor.numel() * tensor.element_size() // GUARD) * GUARD + GUARD
         return address
+
+    def part(self, machine: ptx_machine.Machine, tensor: Tensor) -> Tensor:
+        """An fp32 tensor as it stands in the machine's memory."""
+        (start,) = (start for known, start in self.tensors if known is tensor)
+        words = machine.memory[start // 4 : start // 4 + tensor.numel()]
+        return torch.from_numpy(words.view(np.float32)).view(tensor.shape)
 
     def copy_in(self, machine: ptx_machine.Machine) -> None:
         self.untouched = np.ones(machine.memory.size * 4, bool)
@@ -207,26 +217,29 @@ def tensor_map(row: config.ScanConfig, name: str, tensor: Tensor) -> ptx_machine
     return ptx_machine.TensorMap(array, rows, 16 if name in ("q", "k") else 64)
 
 
-def run_pass(
-    row: config.ScanConfig, tensors: dict[str, Tensor], scale: float, plan: Schedule, states, flags, late: bool = False
+def run_kernel(
+    rows: Rows, tensors: dict[str, Tensor], scale: float, plan: Schedule, states, flags, late: bool = False
 ) -> None:
-    """One launch of a pass; `tensors` are those of its operation."""
-    program, heap = compiled_program(row), Heap()
+    """One launch; `tensors` are those of its operation."""
+    program, heap = compiled_program(*rows), Heap()
     factor = int(np.float32(scale).view(np.uint32))
-    parameters, states_at = launch_parameters(row, tensors["q"].shape[:3], factor, plan)
+    parameters, states_at = launch_parameters(rows, tensors["q"].shape[:3], factor, plan)
     parameters[states_at] = heap.add(states)
-    if row.scan in config.SWEEP:
+    if rows[0].scan in config.SWEEP:
         parameters[states_at + 1] = heap.add(flags)
     structs = [i for i, size in enumerate(program.sizes) if size in (40, 48)]
-    for position, name in zip(structs, STRUCTS.get(row.scan, ()), strict=True):
+    for position, name in zip(structs, [name for row in rows for name in STRUCTS.get(row.scan, ())], strict=True):
         strides = tensors[name].stride()
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
-    maps = {position: tensor_map(row, name, tensors[name]) for name, position in descriptors_of(row).items()}
-    machine = ptx_machine.Machine(program, row.threads, parameters, maps, heap.end, late)
-    machine.shared_bytes = row.shared_memory
-    machine.settled = {position for name, position in descriptors_of(row).items() if name in settled(row, plan)}
-    handed_on = plan.hands_on in (HandsOn.STATE, HandsOn.ROWS)
-    if late and not (row.scan == "reverse_scan" and plan.hands_on == HandsOn.ROWS):
+    maps = {position: tensor_map(rows[0], name, tensors[name]) for position, name in descriptors_of(rows).items()}
+    machine = ptx_machine.Machine(program, rows[0].threads, parameters, maps, heap.end, late)
+    for position, name in descriptors_of(rows).items():
+        if any(name in STRUCTS[row.scan] for row in rows[:-1]):  # what an earlier pass of the kernel writes
+            maps[position] = tensor_map(rows[0], name, heap.part(machine, tensors[name]))
+    machine.shared_bytes = max(row.shared_memory for row in rows)
+    machine.settled = {position for position, name in descriptors_of(rows).items() if name in settled(rows, plan)}
+    handed_on = plan.hands_on == HandsOn.STATE
+    if late:
         machine.kernel_before = lambda: heap.copy_in(machine)
     else:
         heap.copy_in(machine)

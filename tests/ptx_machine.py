@@ -864,14 +864,19 @@ def named_barrier(machine, name, operands):
 
 
 def mbarrier(machine, name, operands):
-    address = reader(machine, operands[0] if ".init" in name else operands[1])
+    lifetime = ".init" in name or ".inval" in name
+    address = reader(machine, operands[0] if lifetime else operands[1])
     count = reader(machine, operands[-1]) if ".init" in name or len(operands) > 2 else None
 
     def execute(unit, active):
         for lane in np.flatnonzero(active):
             where, number = lane_value(unit, address, lane), 1 if count is None else lane_value(unit, count, lane)
             if ".init" in name:
+                assert where not in unit.cta.mbarriers, "an mbarrier is initialised twice"
                 unit.cta.mbarriers[where] = Mbarrier(number, number)
+                continue
+            if ".inval" in name:
+                assert unit.cta.mbarriers.pop(where).bytes == 0, "an mbarrier ends while bytes are on their way"
                 continue
             barrier = unit.cta.mbarriers[where]
             barrier.pending -= 1 if "expect_tx" in name else number

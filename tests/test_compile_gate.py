@@ -1,9 +1,9 @@
-"""Every row of the table compiles for sm_90a with no GPU, and to the code that was meant: no WGMMA serialised, no spills
-beyond what the row allows, the instructions that the row is about in the PTX, and warps that never wait for ever."""
+"""Every kernel compiles for sm_90a with no GPU, and to the code that was meant: no WGMMA serialised, no spills beyond what its
+rows allow, the instructions that it is about in the PTX, and warps that never wait for ever."""
 
 import math
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 
 import ptx_machine
@@ -22,37 +22,47 @@ from compiled import (  # noqa: E402  (it imports nothing of the DSL, but compil
     compiled_program,
     control_program,
     descriptors_of,
-    flag_addresses,
     launch_parameters,
     stored_by_warps,
     without,
 )
 
 TENSOR_CORE = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "mbarrier")
-every_row = pytest.mark.parametrize("row", config.ROWS, ids=lambda row: f"{row.scan}-{row.key_dim}-{row.value_dim}")
+KERNELS = {kernel: None for operation in config.all_operations() for kernel in operation.kernels}  # in order, each once
 
 
-@every_row
-def test_row_compiles_to_the_code_that_was_meant(row):
-    report = compile_report(row)
+def title(rows) -> str:
+    return "+".join(row.scan for row in rows) + f"-{rows[0].key_dim}-{rows[0].value_dim}"
+
+
+every_kernel = pytest.mark.parametrize("rows", KERNELS, ids=title)
+
+
+def test_every_row_is_in_a_kernel():
+    assert {row for rows in KERNELS for row in rows} == set(config.ROWS)
+
+
+@every_kernel
+def test_kernel_compiles_to_the_code_that_was_meant(rows):
+    report = compile_report(*rows)
     assert report.remarks == []
-    assert report.spilled <= row.allowed_spill
-    if row.scan == config.STATE_SUM:
+    assert report.spilled <= max(row.allowed_spill for row in rows)
+    if rows[0].scan == config.STATE_SUM:
         assert "ld.global.cg.v4.b32" in report.ptx
         return
     for instruction in TENSOR_CORE:
         assert instruction in report.ptx
-    assert f"n{row.features}k16.f32.bf16.bf16" in report.ptx  # the packed features, never the full K^2
+    assert f"n{rows[0].features}k16.f32.bf16.bf16" in report.ptx  # the packed features, never the full K^2
 
 
-@every_row
-def test_no_stage_is_released_while_its_rows_are_loaded(row):
+@every_kernel
+def test_no_stage_is_released_while_its_rows_are_loaded(rows):
     """ptxas lets the release pass loads, which may then find the next chunk (docs/performance.md)."""
-    (code,) = map(sass.instructions, sass.text_sections(compile_report(row).cubin))
+    (code,) = map(sass.instructions, sass.text_sections(compile_report(*rows).cubin))
     found = sass.releases(code)
-    assert (row.scan == config.STATE_SUM) == (found == [])
+    assert (rows[0].scan == config.STATE_SUM) == (found == [])
     assert not any(found)
-    if row.publishes:  # the tokens load rows; the test would see it if nothing waited for them
+    if rows[0].publishes:  # the tokens load rows; the test would see it if nothing waited for them
         assert any(sass.releases([instruction._replace(waits=0) for instruction in code]))
 
 
@@ -60,7 +70,7 @@ WITH_MOST_LAUNCHES = [x for x in config.all_operations() if x.way != "scans" or 
 
 
 @pytest.mark.parametrize("operation", WITH_MOST_LAUNCHES, ids=lambda operation: operation.name)
-def test_operation_launches_its_rows_in_order(monkeypatch, operation):
+def test_operation_launches_its_kernels_in_order(monkeypatch, operation):
     """The DSL numbers the kernels of a function as they are launched. It has nothing to warn the user of."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(build, "load", build.compile_object)
@@ -68,8 +78,9 @@ def test_operation_launches_its_rows_in_order(monkeypatch, operation):
         warnings.simplefilter("error")
         content = launcher._operation.__wrapped__(operation)
     assert operation.name.encode() in content
-    for number, row in enumerate(operation.rows):
-        assert f"{row.name}_{number}".encode() in content
+    for number, rows in enumerate(operation.kernels):
+        name = "_then_".join(row.name for row in rows)
+        assert f"{name}_{number}".encode() in content
 
 
 def test_gate_sees_serialised_products():
@@ -84,11 +95,9 @@ def test_gate_sees_serialised_products():
 
 BATCH, HEADS, CHUNKS = 2, 3, 5
 LENGTH = 64 * CHUNKS - 7
-HANDS_ON_ROWS = Schedule(6, 5, 5, HandsOn.ROWS)
-ROWS_FLAGS = flag_addresses(6 * config.TOKEN_WARPGROUPS)
+UNCUT = Schedule(6, 5, 5, HandsOn.NOTHING)
 SCHEDULES = {
-    "one CTA a sequence": Schedule(6, 5, 5, HandsOn.NOTHING),
-    "one CTA a sequence, rows handed on": HANDS_ON_ROWS,
+    "one CTA a sequence": UNCUT,
     "chained, one cut a sequence": Schedule(4, 8, 5, HandsOn.STATE),
     "chained, one cut at a boundary": Schedule(2, 15, 5, HandsOn.STATE),
     "chained, one CTA": Schedule(1, 30, 5, HandsOn.STATE),
@@ -115,24 +124,20 @@ def bytes_of(name: str) -> int:
     return config.CHUNK * (8 if name == "rh" else 2 * (16 if name in ("q", "k") else 64))
 
 
-def run_pass(
-    row: config.ScanConfig, plan: Schedule, program: ptx_machine.Program | None = None, flags: dict | None = None
-) -> tuple:
+def run_kernel(rows, plan: Schedule, program: ptx_machine.Program | None = None) -> tuple:
     """The machine after one launch, and its CTAs."""
-    parameters, _ = launch_parameters(row, (BATCH, LENGTH, HEADS), 0, plan, others=Unread)
-    boxes = {position: bytes_of(name) for name, position in descriptors_of(row).items()}
-    machine = ptx_machine.Machine(program or control_program(row), row.threads, parameters, boxes)
-    if plan.hands_on == HandsOn.ROWS:  # whatever they are, a forward scan lowers them; a reverse scan finds them raised
-        machine.flags = dict.fromkeys(flag_addresses(plan.flags), 1) if flags is None else flags
+    parameters, _ = launch_parameters(rows, (BATCH, LENGTH, HEADS), 0, plan, others=Unread)
+    boxes = {position: bytes_of(name) for position, name in descriptors_of(rows).items()}
+    machine = ptx_machine.Machine(program or control_program(*rows), rows[0].threads, parameters, boxes)
     return machine, machine.run(plan.ctas_of_a_run, plan.runs)
 
 
-def copies_of(row: config.ScanConfig, places) -> Counter:
+def copies_of(rows, places) -> Counter:
     """The bulk copies of chunks (batch, head, chunk), but for what is stored by warps."""
     expected = Counter()
-    for name, descriptor in descriptors_of(row).items():
-        for batch, head, chunk in () if stored_by_warps(row, name) else places:
-            columns = range(0, row.value_dim if name in ("v", "do", "dv") else 1, 64)
+    for descriptor, name in descriptors_of(rows).items():
+        for batch, head, chunk in () if stored_by_warps(rows[0], name) else places:
+            columns = range(0, rows[0].value_dim if name in ("v", "do", "dv") else 1, 64)
             boxes = [(column, 64 * chunk, head, batch) for column in columns]
             if name == "rh":
                 boxes = [(2 * 64 * chunk, head, batch)]
@@ -140,16 +145,20 @@ def copies_of(row: config.ScanConfig, places) -> Counter:
     return expected
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
-@pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.SCANS], ids=lambda row: row.name)
-def test_every_chunk_is_scanned_once(row, schedule):
-    machine, ctas = run_pass(row, schedule)
+SCANNED = [
+    pytest.param(rows, schedule, id=f"{title(rows)}-{name}")
+    for rows in KERNELS
+    for name, schedule in SCHEDULES.items()
+    if rows[0].scan in config.SCANS and (len(rows) == 1 or schedule == UNCUT)  # both in one kernel take whole sequences
+]
+
+
+@pytest.mark.parametrize(("rows", "schedule"), SCANNED)
+def test_every_chunk_is_scanned_once(rows, schedule):
+    machine, ctas = run_kernel(rows, schedule)
     places = [(b, h, c) for b in range(BATCH) for h in range(HEADS) for c in range(CHUNKS)]
-    stores = row.scan != "output"
-    assert Counter(copy for cta in ctas for copy in cta.copies if stores or copy[0] == "load") == copies_of(row, places)
-    if schedule.hands_on == HandsOn.ROWS:
-        assert machine.flags == dict.fromkeys(flag_addresses(schedule.flags), 1)
-        return
+    stores = rows[0].scan != "output"
+    assert Counter(copy for cta in ctas for copy in cta.copies if stores or copy[0] == "load") == copies_of(rows, places)
     of_a_run = range(1, schedule.ctas_of_a_run)
     cuts = schedule.runs * sum(1 for number in of_a_run if number * schedule.chunks_per_cta % schedule.stride)
     # a flag for each cut inside a sequence, and lowered again for the next pass
@@ -160,35 +169,10 @@ def test_every_chunk_is_scanned_once(row, schedule):
 @pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.SWEEP], ids=lambda row: row.name)
 def test_every_chunk_is_swept_once(row):
     """But the last of each sequence, before which the first pass stops."""
-    _, ctas = run_pass(row, Schedule(6, 5, 5, HandsOn.NOTHING))
+    _, ctas = run_kernel((row,), UNCUT)
     chunks = CHUNKS - (row.scan == "sweep_state")
     places = [(b, h, c) for b in range(BATCH) for h in range(HEADS) for c in range(chunks)]
-    assert Counter(copy for cta in ctas for copy in cta.copies if copy[0] == "load") == copies_of(row, places)
-
-
-class History(dict):
-    """Flags, with all that was written to each."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.written = defaultdict(list)
-
-    def __setitem__(self, flag, value):
-        self.written[flag].append(value)
-        super().__setitem__(flag, value)
-
-
-def test_forward_scan_lowers_the_flags_of_its_rows_before_it_raises_them():
-    machine, _ = run_pass(config.find("forward_scan", 16, 128), HANDS_ON_ROWS, flags=History())
-    assert machine.flags.written == dict.fromkeys(ROWS_FLAGS, [0, 1])
-
-
-def test_reverse_scan_awaits_its_rows():
-    row = config.find("reverse_scan", 16, 128)
-    for flag in ROWS_FLAGS:
-        others = {other: 1 for other in ROWS_FLAGS if other != flag}
-        with pytest.raises(ptx_machine.Stuck, match=f"warp 0 waits for the flag at {flag}"):
-            run_pass(row, HANDS_ON_ROWS, flags=others)
+    assert Counter(copy for cta in ctas for copy in cta.copies if copy[0] == "load") == copies_of((row,), places)
 
 
 SUMMED = [x for x in SCHEDULES.values() if x.hands_on == HandsOn.SUMS and not x.late_ctas]
@@ -199,7 +183,7 @@ FIRST_PARTS = [Schedule(6, 2, 2, HandsOn.SUMS), Schedule(6, 4, 4, HandsOn.SUMS)]
 @pytest.mark.parametrize("row", [row for row in config.ROWS if row.scan in config.STATES], ids=lambda row: row.name)
 def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
     """Of its last sequence, where it touches several."""
-    _, ctas = run_pass(row, schedule)
+    _, ctas = run_kernel((row,), schedule)
     of_a_run, length = schedule.ctas_of_a_run, BATCH * HEADS // schedule.runs * schedule.stride
     for cta in ctas:
         number, run, _ = cta.index
@@ -214,7 +198,7 @@ def test_every_range_is_summed_unless_it_ends_its_sequence(row, schedule):
             steps = ()
         chunks = [CHUNKS - 1 - step for step in steps] if row.scan == "reverse_state" else steps
         sequence = place * schedule.runs + run
-        assert Counter(cta.copies) == copies_of(row, [(*divmod(sequence, HEADS), chunk) for chunk in chunks])
+        assert Counter(cta.copies) == copies_of((row,), [(*divmod(sequence, HEADS), chunk) for chunk in chunks])
 
 
 def test_machine_sees_a_hang():
@@ -222,7 +206,7 @@ def test_machine_sees_a_hang():
     row = config.find("forward_scan", 16, 128)
     program = ptx_machine.slice_control(without(compiled_program(row), "cp.async.bulk.tensor"))
     with pytest.raises(ptx_machine.Stuck, match=r"warp 4 waits for mbarrier"):
-        run_pass(row, Schedule(6, 5, 5, HandsOn.NOTHING), program)
+        run_kernel((row,), UNCUT, program)
 
 
 def test_machine_sees_registers_that_are_not_there():

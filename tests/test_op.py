@@ -345,8 +345,9 @@ def check_call(
     assert (operation.way == "summed") == (hands_on == HandsOn.SUMS) == (chunks_per_cta < chunks or late_ctas > 0)
     if hands_on == HandsOn.STATE:
         assert chunks <= min(stride, chunks_per_cta) and flags == ctas and not scratch[flags_at:].any()
-    if hands_on == HandsOn.ROWS:
-        assert stride == chunks == chunks_per_cta and flags == config.TOKEN_WARPGROUPS * ctas
+    if hands_on == HandsOn.NOTHING:
+        assert stride == chunks == chunks_per_cta
+        assert operation.way == config.uncut_way(operation.kind, operation.key_dim, operation.value_dim)
 
 
 def stand_in(operation):
@@ -394,7 +395,7 @@ def test_launch_equals_reference(stand_ins, poisoned_memory, key_dim, value_dim,
 @pytest.mark.parametrize(
     ("length", "processors", "hands_on"),
     [
-        (700, 6, HandsOn.ROWS),
+        (700, 6, HandsOn.NOTHING),
         (700, 5, HandsOn.STATE),
         (1500, 60, HandsOn.SUMS),
         (2001, 13, HandsOn.SUMS),
@@ -408,8 +409,7 @@ def test_launch_cuts_sequences(stand_ins, monkeypatch, length, processors, hands
     assert equal(launched("backward", inputs), based_backward(*inputs))
     assert handed_on("backward", inputs) == hands_on
     assert equal(launched("forward", inputs[:3]), FORWARD(*inputs[:3]))
-    expected = HandsOn.NOTHING if hands_on == HandsOn.ROWS else hands_on
-    assert handed_on("forward", inputs) == expected
+    assert handed_on("forward", inputs) == hands_on
 
 
 @pytest.mark.parametrize("length", [1, 65, 70, 130])

@@ -14,8 +14,6 @@ from based_cute.kernels import config
 from based_cute.kernels.schedule import HandsOn, Schedule, piece, range_of, schedule
 from based_cute.launcher import based_attention
 
-UNCUT = (HandsOn.NOTHING, HandsOn.ROWS)
-
 
 def pieces_of(plan: Schedule, sequences: int, chunks: int):
     """(cta, number, sequence, step, count, position) of every piece, as the kernels cut the tape."""
@@ -40,7 +38,7 @@ def test_every_chunk_is_in_one_piece(sequences, chunks, processors, key_dim):
         for chunk in range(step, step + count)
     ]
     assert sorted(seen) == [(sequence, chunk) for sequence in range(sequences) for chunk in range(chunks)]
-    assert plan.hands_on in UNCUT or plan.ctas <= processors
+    assert plan.hands_on == HandsOn.NOTHING or plan.ctas <= processors
 
 
 @given(**sizes, key_dim=st.sampled_from([8, 16]))
@@ -55,7 +53,7 @@ def test_states_are_there_when_they_are_asked_for(sequences, chunks, processors,
         if plan.late_ctas and step > 0:
             assert cta == sequence < plan.late_ctas and step == plan.stride  # and slot `sequence` has the first part's state
         elif step > 0:
-            assert plan.hands_on not in UNCUT and number == last_number[cta]
+            assert plan.hands_on != HandsOn.NOTHING and number == last_number[cta]
             before = [x for x in cut if x[0] == cta - 1 and x[2] == sequence]
             assert [x[3] + x[4] for x in before] == [step]
             assert plan.hands_on == HandsOn.SUMS or (before[0][1] == 0 and before[0][3] == 0)
@@ -87,9 +85,9 @@ def test_neighbours_walk_side_by_side(sequences, chunks, processors, key_dim):
         (96, 128, HandsOn.SUMS, 96),  # of 128 chunks, the later 96 alone, or the first 32 of three sequences
         (88, 128, HandsOn.SUMS, 86),
         (112, 128, HandsOn.SUMS, 110),
-        (124, 128, HandsOn.ROWS, 128),  # too little to gain
-        (128, 128, HandsOn.ROWS, 128),
-        (132, 128, HandsOn.ROWS, 128),
+        (124, 128, HandsOn.NOTHING, 128),  # too little to gain
+        (128, 128, HandsOn.NOTHING, 128),
+        (132, 128, HandsOn.NOTHING, 128),
         (144, 128, HandsOn.STATE, 140),
         (192, 64, HandsOn.STATE, 94),
         (256, 128, HandsOn.STATE, 249),
@@ -100,8 +98,8 @@ def test_neighbours_walk_side_by_side(sequences, chunks, processors, key_dim):
         (16, 32, HandsOn.SUMS, 4),
         (16, 6, HandsOn.SUMS, 1),
         (64, 8, HandsOn.SUMS, 4),
-        (32, 6, HandsOn.ROWS, 6),  # too short to pay for the passes that sum states
-        (1, 5, HandsOn.ROWS, 5),
+        (32, 6, HandsOn.NOTHING, 6),  # too short to pay for the passes that sum states
+        (1, 5, HandsOn.NOTHING, 5),
     ],
 )
 def test_choice_on_132_processors(sequences, chunks, hands_on, share):
@@ -115,7 +113,7 @@ def test_no_key_dim_of_8_is_chained_for_a_few_percent():
 
 
 def test_fewer_sequences_are_cut_where_a_sweep_takes_whole_ones():
-    for sequences, alone, beside_a_sweep in ((240, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.ROWS)):
+    for sequences, alone, beside_a_sweep in ((240, HandsOn.STATE, HandsOn.NOTHING), (110, HandsOn.SUMS, HandsOn.NOTHING)):
         for kind, expected in (("forward", alone), ("backward", beside_a_sweep)):
             assert schedule(sequences, 128, 132, config.work(kind, 8, 128)).hands_on == expected
 
@@ -251,7 +249,7 @@ def test_real_card_cuts_these(shape):
     batch, length, heads, key_dim, value_dim = shape
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     plan = schedule(batch * heads, math.ceil(length / 64), processors, config.work("backward", key_dim, value_dim))
-    if plan.hands_on in UNCUT:
+    if plan.hands_on == HandsOn.NOTHING:
         pytest.skip(f"not on {processors} SMs")
     result = accuracy.check_shape(shape, "cute", "cuda")
     assert result.passed, result

@@ -273,6 +273,12 @@ def sts64(address, a, b, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def invalidate_mbarrier(address, *, loc=None, ip=None):
+    """The mbarrier at a shared address becomes ordinary memory."""
+    _asm(None, _words((address,), loc, ip), "mbarrier.inval.shared::cta.b64 [$0];", "r", loc, ip, memory=True)
+
+
+@dsl_user_op
 def store_release(address, word, *, loc=None, ip=None):
     """One word, after everything this thread wrote or saw written before, for the whole GPU."""
     operands = [Int64(address).ir_value(loc=loc, ip=ip), *_words((word,), loc, ip)]

@@ -20,7 +20,6 @@ class Barrier(enum.IntEnum):
     STATE_FULL = 2  # state warpgroup -> token warpgroup: the copy of the state is there
     STATE_FREE = 4  # token warpgroup -> state warpgroup: the copy has been read
     STAGED = 6  # token warpgroup -> storing warp: dv lies in shared memory
-    ROWS = 8  # a token warpgroup's own four warps
     TILE_FULL = 2  # token warpgroup -> state warpgroup: the features are there (segment_state.py)
     TILE_FREE = 6  # state warpgroup -> token warpgroup: they have been multiplied
     BEFORE_FULL = 8  # state warpgroup -> token warpgroup: the state before the chunk is there (sweep.py)
@@ -47,17 +46,17 @@ def publish():
 
 
 @cute.jit
-def raise_flag(address, thread, barrier=Barrier.STATE, group=0):
-    """Say to another CTA that what this warpgroup wrote to global memory is there."""
+def raise_flag(address, thread):
+    """Say to another CTA that what the state warpgroup wrote to global memory is there."""
     cute.arch.fence_acq_rel_gpu()
-    wait(barrier, group, WARPGROUP)
+    wait(Barrier.STATE, 0, WARPGROUP)
     if thread == 0:
         store_release(address, 1)
 
 
 @cute.jit
 def await_flag(address, thread):
-    """Wait, as a warpgroup, until another CTA has raised the flag, and lower it for the next pass."""
+    """Wait, as the state warpgroup, until another CTA has raised the flag, and lower it for the next pass."""
     if thread == 0:
         spin_while_zero(address)
         store_release(address, 0)

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import accuracy, reference
 from .accuracy import Shape
 from .kernels.build import sources_sha256
-from .kernels.config import NORMALISER_WORDS, has_sweep
+from .kernels.config import NORMALISER_WORDS, uncut_way
 from .launcher import based_attention, based_backward
 
 CHUNK = 64  # the chunk that both the canonical FLOPs and the floor's chunk-quadratic products are counted with
@@ -65,7 +65,7 @@ def bytes_per_token(key_dim: int, value_dim: int, op: str = "backward") -> int:
     output = 2 * (2 * key_dim + 2 * value_dim)  # q, k, v in, o out
     inputs = 2 * (2 * key_dim + 2 * value_dim)  # q, k, v, do
     gradients = 2 * (2 * key_dim + value_dim)  # dq, dk, dv
-    if has_sweep("backward", key_dim, value_dim):
+    if uncut_way("backward", key_dim, value_dim) == "swept":
         # k and v by the first pass, the normaliser before each chunk, all inputs by the sweep
         backward = 2 * (key_dim + value_dim) + 2 * 4 * NORMALISER_WORDS // CHUNK + inputs + gradients
     else:
@@ -80,7 +80,7 @@ def flops_per_token(key_dim: int, value_dim: int, op: str = "backward") -> int:
     features = -(-distinct // 16) * 16  # 160 for K = 16, 48 for K = 8
     state, keys, values = 2 * features * value_dim, 2 * CHUNK * key_dim, 2 * CHUNK * value_dim  # FLOPs of one product each
     output = 2 * state + keys + values  # S update, psi(q) S; s; A v
-    if has_sweep("backward", key_dim, value_dim):
+    if uncut_way("backward", key_dim, value_dim) == "swept":
         # S update in both passes, Y, W, phi(k) dS, dS update; s, ds k, ds^T q; dA, A^T do
         backward = 6 * state + 3 * keys + 2 * values
     else:

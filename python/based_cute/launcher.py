@@ -584,8 +584,6 @@ def _plan(kind: str, keys: torch.Size, values: torch.Size, dtype: torch.dtype, d
     sequences, chunks = batch * heads, -(-length // config.CHUNK)
     cut = schedule(sequences, chunks, _processors(device), config.work(kind, key_dim, value_dim))
     way = _way(kind, cut, key_dim, value_dim)
-    if cut.hands_on == HandsOn.ROWS and (kind == "forward" or way == "swept"):  # there is no reverse scan
-        cut = cut._replace(hands_on=HandsOn.NOTHING)
     if way == "swept":
         states_at, lowered = 0, 0
         flags_at, normalisers = config.sweep_sizes(sequences, chunks, key_dim, value_dim)
@@ -614,11 +612,10 @@ def _outputs(kind: str, keys: torch.Size, values: torch.Size) -> tuple[Layout, .
 
 
 def _way(kind: str, cut: Schedule, key_dim: int, value_dim: int) -> str:
-    """Which passes run: one sweep where no sequence is cut and the table has one."""
-    if cut.hands_on == HandsOn.SUMS:
-        return "summed"
-    uncut = cut.hands_on in (HandsOn.NOTHING, HandsOn.ROWS)
-    return "swept" if uncut and config.has_sweep(kind, key_dim, value_dim) else "scans"
+    """Which passes run, and in which kernels."""
+    if cut.hands_on == HandsOn.NOTHING:
+        return config.uncut_way(kind, key_dim, value_dim)
+    return "summed" if cut.hands_on == HandsOn.SUMS else "scans"
 
 
 @cache
