@@ -66,7 +66,7 @@ class Kernel:
                 self.take_chunks(outputs, problem, warp, memory, first)
 
     def enter(self, number: int, memory, problem, warp):
-        """Shared memory and the ring of pass `number`. Behind another one all warps meet first, and TMA sees what that wrote."""
+        """Shared memory and the ring of pass `number`. Behind another one all warps meet first; TMA sees what that wrote."""
         if number > 0:
             cute.arch.fence_proxy("async.global")
             cute.arch.sync_threads()
