@@ -65,33 +65,35 @@ class Kernel:
             else:
                 self.take_chunks(outputs, problem, warp, memory, first)
 
-    def enter(self, number: int, memory, problem, warp):
-        """Shared memory and the ring of pass `number`. Behind another one all warps meet first; TMA sees what that wrote."""
+    def enter(self, number: int, memory, problem, warp, prepares: bool = True):
+        """Shared memory and the ring of pass `number`, which warps 0 and 1 prepare. Behind another pass all warps meet first, and
+        TMA sees what that one wrote."""
+        p = self.passes[number]
+        smem = p.allocate(memory)
         if number > 0:
             cute.arch.fence_proxy("async.global")
             cute.arch.sync_threads()
-            self.clear_barriers(number - 1, memory, warp)
-        p = self.passes[number]
-        smem = p.allocate(memory)
-        self.set_up(number, smem, problem, warp)
+        if prepares:
+            self.prepare(number, memory, smem, problem, warp)
         return smem, sync.load_pipeline(smem.barriers, p.config.stages, p.consumer_warps, p.ring_bytes)
 
     @cute.jit
-    def clear_barriers(self, number: int, memory, warp):
-        """The mbarriers of pass `number` become ordinary memory again."""
+    def prepare(self, number: int, memory, smem, problem, warp):
+        """The pass's own mbarriers and the CTA's range."""
         if warp == 0:
-            barriers = self.passes[number].allocate(memory).barriers.toint()
-            with cute.arch.elect_one():
-                for i in range(self.passes[number].config.barriers):
-                    invalidate_mbarrier(barriers + 8 * i)
-            cute.arch.sync_warp()
-
-    @cute.jit
-    def set_up(self, number: int, smem, problem, warp):
-        if warp == 0:
+            if cutlass.const_expr(number > 0):
+                self.clear_barriers(number - 1, memory)
             self.passes[number].set_up_barriers(smem)
         elif warp == 1:
             self.passes[number].write_range(problem, smem.range, self.block(problem))
+
+    def clear_barriers(self, number: int, memory):
+        """The mbarriers of pass `number` become ordinary memory again."""
+        barriers = self.passes[number].allocate(memory).barriers.toint()
+        with cute.arch.elect_one():
+            for i in range(self.passes[number].config.barriers):
+                invalidate_mbarrier(barriers + 8 * i)
+        cute.arch.sync_warp()
 
     def block(self, problem):
         """The CTA's number in its run, and the run. Those of a backward pass alone start from the last, whose sequence the
@@ -99,16 +101,15 @@ class Kernel:
         number, run, _ = cute.arch.block_idx()
         return (problem.ctas - 1 - number, problem.runs - 1 - run) if self.passes[0].backward else (number, run)
 
-    def each_pass(self, problem, warp, memory, first):
-        """(number, pass, shared memory, ring, problem as a role sees it) of each, for one role."""
+    def each_pass(self, problem, warp, memory, first, prepares: bool = False):
+        """(number, pass, shared memory, ring) of each, for one role."""
         for number, p in enumerate(self.passes):
-            smem, pipe = self.enter(number, memory, problem, warp) if number > 0 else first
-            yield number, p, smem, pipe, p.place(problem, smem)
+            yield number, p, *(self.enter(number, memory, problem, warp, prepares) if number > 0 else first)
 
     def load_and_help(self, loads, outputs, problem, warp, memory, first):
         """Warps 0 to 3."""
         cute.arch.setmaxregister_decrease(self.config.producer_registers)
-        for number, _, smem, pipe, _ in self.each_pass(problem, warp, memory, first):
+        for number, _, smem, pipe in self.each_pass(problem, warp, memory, first, prepares=True):
             self.load_or_help(number, loads[number], outputs[number], smem, pipe, problem, warp)
 
     @cute.jit
@@ -131,11 +132,11 @@ class Kernel:
         """Warps 4 to 7. The kernel before wrote the states that are loaded, or the zeros in the flags."""
         cute.arch.griddepcontrol_wait()
         cute.arch.setmaxregister_increase(self.config.state_registers)
-        for _, p, smem, pipe, at in self.each_pass(problem, warp, memory, first):
-            p.carry_state(smem, pipe, at)
+        for _, p, smem, pipe in self.each_pass(problem, warp, memory, first):
+            p.carry_state(smem, pipe, p.place(problem, smem))
 
     def take_chunks(self, outputs, problem, warp, memory, first):
         """The token warpgroups."""
         cute.arch.setmaxregister_increase(self.config.token_registers)
-        for number, p, smem, pipe, at in self.each_pass(problem, warp, memory, first):
-            p.take_chunks(outputs[number], smem, pipe, at)
+        for number, p, smem, pipe in self.each_pass(problem, warp, memory, first):
+            p.take_chunks(outputs[number], smem, pipe, p.place(problem, smem))

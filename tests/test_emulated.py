@@ -203,8 +203,19 @@ def run_output(length, late):
 def test_faults_show(monkeypatch, poisoned_memory, name, late, seen):
     intact = compiled.compiled_program
     if name != "nothing":
-        monkeypatch.setattr(compiled, "compiled_program", lambda row: without(intact(row), name))
+        monkeypatch.setattr(compiled, "compiled_program", lambda *rows: without(intact(*rows), name))
     assert (not run_output(200, late) <= accuracy.OUTPUT_LIMIT) == seen
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_warp_that_does_not_meet_the_others_between_two_passes_shows(monkeypatch, late):
+    """The loading warp without its barrier."""
+    intact = compiled.compiled_program
+    monkeypatch.setattr(compiled, "compiled_program", lambda *rows: without(intact(*rows), "bar.sync", 1))
+    launch_on_cpu(monkeypatch, functools.partial(emulated, late=late))
+    cut_by(monkeypatch, uncut)
+    with pytest.raises(AssertionError):
+        launched("backward", accuracy.make_inputs((1, 130, 1, 16, 64), "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +225,7 @@ def test_faults_show(monkeypatch, poisoned_memory, name, late, seen):
 )
 def test_a_pass_that_does_not_wait_for_the_kernel_before_shows(monkeypatch, poisoned_memory, which, said):
     intact, wait = compiled.compiled_program, "griddepcontrol.wait"
-    monkeypatch.setattr(compiled, "compiled_program", lambda row: without(intact(row), wait, which))
+    monkeypatch.setattr(compiled, "compiled_program", lambda *rows: without(intact(*rows), wait, which))
     assert run_output(64, late=False) <= accuracy.OUTPUT_LIMIT
     with pytest.raises(AssertionError, match=said):
         run_output(64, late=True)
