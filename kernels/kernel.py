@@ -66,8 +66,8 @@ class Kernel:
                 self.take_chunks(outputs, problem, warp, memory, first)
 
     def enter(self, number: int, memory, problem, warp, prepares: bool = True):
-        """Shared memory and the ring of pass `number`, which warps 0 and 1 prepare. Behind another pass all warps meet first, and
-        TMA sees what that one wrote."""
+        """Shared memory and the ring of pass `number`, which warps 0 and 1 prepare. Behind another pass all warps meet first,
+        and TMA sees what that one wrote."""
         p = self.passes[number]
         smem = p.allocate(memory)
         if number > 0:
