@@ -34,7 +34,8 @@ CHUNK = 64  # the chunk that both the canonical FLOPs and the floor's chunk-quad
 CALLS = 30
 WARM_UP = 3
 REST = 0.5  # seconds before a burst: the card throttles on power, and a check or a sustained run has just loaded it
-HOST_CALLS = 200  # three launches each at most: below the depth of the launch queue, so the host never waits for the card
+HOST_CALLS = 100  # three launches each at most: below the depth of the launch queue, so the host never waits for the card
+HOST_BURSTS = 20
 L2_MULTIPLE = 3
 COPY_BYTES = 4 << 30
 MATMUL_SIZE = 8192
@@ -157,16 +158,18 @@ def sustained_ms(call: Callable, inputs: Sequence[tuple], seconds: float, burst_
 
 
 def host_microseconds(call: Callable, inputs: tuple) -> float:
-    """Host time of one call: dispatch, checks, allocation and launches, without waiting for the card."""
+    """Host time of one call: dispatch, checks, allocation and launches, without waiting for the card. The median of bursts."""
     for _ in range(WARM_UP):
         call(*inputs)
+    bursts = []
+    for _ in range(HOST_BURSTS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call(*inputs)
+        bursts.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        call(*inputs)
-    elapsed = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return 1e6 * elapsed / HOST_CALLS
+    return 1e6 * statistics.median(bursts) / HOST_CALLS
 
 
 def version_of(distribution: str) -> str:

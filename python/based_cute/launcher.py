@@ -539,11 +539,10 @@ class _Plan(NamedTuple):
     caller: str
     device: torch.device
     key_dim: int
-    outputs: tuple[Layout, ...]
+    made: tuple[Layout, ...]  # the outputs, then the scratch, as bf16: so compiled functions know one dtype but for r
     launch: Callable
     cut: tuple[int, ...]
-    words: int
-    lowered: int  # flags, the last words, that have to be zero
+    lowered: int  # flags, the last words of the scratch, that have to be zero
 
     def run(self, tensors: tuple[Tensor, ...], scale: float | None) -> tuple[Tensor, ...]:
         """The outputs, on the current stream of the tensors' device. Raises as `check_tensors` does, and ValueError for a scale
@@ -554,21 +553,15 @@ class _Plan(NamedTuple):
             with torch.cuda.device(self.device):
                 return self.run(tensors, scale)
         scale = _resolved_scale(self.caller, scale, self.key_dim)
-        outputs = tuple([_empty_strided(*layout) for layout in self.outputs])
-        others = *outputs, self.scratch(), scale, *self.cut
+        *outputs, scratch = [_empty_strided(*layout) for layout in self.made]
+        if self.lowered:
+            scratch[-2 * self.lowered :].zero_()
         try:
-            self.launch(*tensors, *others)
+            self.launch(*tensors, *outputs, scratch, scale, *self.cut)
         except (TypeError, ValueError):
             check_tensors(self.caller, *tensors)
-            self.launch(*[_readable(x) for x in tensors], *others)
-        return outputs
-
-    def scratch(self) -> Tensor:
-        """As bf16, so that compiled functions know one dtype but for r."""
-        halves = _empty_strided((2 * self.words,), (1,), torch.bfloat16)
-        if self.lowered:
-            halves[-2 * self.lowered :].zero_()
-        return halves
+            self.launch(*[_readable(x) for x in tensors], *outputs, scratch, scale, *self.cut)
+        return tuple(outputs)
 
 
 @lru_cache(maxsize=4096)
@@ -596,10 +589,9 @@ def _plan(kind: str, keys: torch.Size, values: torch.Size, dtype: torch.dtype, d
         caller={"forward": "based_attention", "backward": "based_backward"}[kind],
         device=device,
         key_dim=key_dim,
-        outputs=_outputs(kind, keys, values),
+        made=(*_outputs(kind, keys, values), ((2 * words,), (1,), torch.bfloat16)),
         launch=_operation(config.Operation(kind, key_dim, value_dim, way)),
         cut=(*cut._replace(hands_on=int(cut.hands_on)), states_at, flags_at),
-        words=words,
         lowered=lowered,
     )
 
