@@ -10,18 +10,19 @@ import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
 from numbers import Real
+from types import NoneType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.overrides import has_torch_function
 
 from . import reference
 from .kernels import config
 from .kernels.schedule import HandsOn, Schedule, schedule
 
 BACKENDS = ("auto", "cute", "torch")
+KERNEL_BACKENDS = ("auto", "cute")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CAPABILITY = (9, 0)  # sm_90a: the kernels use its WGMMA and TMA instructions
 ALIGNMENT = 16  # bytes a TMA address must be a multiple of
@@ -65,7 +66,7 @@ def based_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
     _check_types(caller, q, k, v)
     q, k, v = _autocast(q, k, v)
     scale = _plain_scale(caller, scale)
-    if backend != "torch" and (plan := _plan_past_dispatcher("forward", q, k, v)):
+    if backend in KERNEL_BACKENDS and (plan := _plan_past_dispatcher("forward", q, k, v, v)):
         return _differentiable_forward(q, k, v, scale, plan)[0]
     if backend != "auto":  # the operator checks what it is given
         check_tensors(caller, q, k, v)
@@ -109,11 +110,12 @@ def based_backward(
     Source: Arora et al., "Simple linear attention language models balance the recall-throughput tradeoff", 2024,
     arXiv:2402.18668.
     """
+    if backend in KERNEL_BACKENDS and type(scale) in (float, NoneType):
+        if plan := _plan_past_dispatcher("backward", q, k, v, do):
+            return plan.run((q, k, v, do), scale)
     caller = "based_backward"
     _check_backend(caller, backend)
     scale = _plain_scale(caller, scale)
-    if backend != "torch" and (plan := _plan_past_dispatcher("backward", q, k, v, do)):
-        return plan.run((q, k, v, do), scale)
     _check_types(caller, q, k, v, do)
     if backend != "auto":  # the operator checks what it is given
         check_tensors(caller, q, k, v, do)
@@ -440,30 +442,28 @@ _register("forward", _forward_default, _forward_cuda, _forward_fake, _differenti
 _register("backward", _backward_default, _backward_cuda, _backward_fake, _backward_autograd)
 
 
-# What the dispatcher goes by: the keys of a tensor, and of a thread. As bits, those of ordinary tensors on a GPU and threads.
-_keys, _thread_keys = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
-_ORDINARY_KEYS = 0
-for _key in ("CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView", "BackendSelect"):
-    _ORDINARY_KEYS |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
+# What makes the dispatcher, or torch functions, do more with a call than find the kernel: the keys of the thread, as bits, but
+# for those that every thread has; and in plain tensors two bits.
+_thread_keys = torch._C._dispatch_tls_local_include_set
+_KEY = torch._C.DispatchKey
+_OTHER_KEYS = ~sum(torch._C.DispatchKeySet(key).raw_repr() for key in (_KEY.ADInplaceOrView, _KEY.BackendSelect))
 
 
-def _plan_past_dispatcher(kind: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None) -> "_Plan | None":
+def _plan_past_dispatcher(kind: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> "_Plan | None":
     """The kernels' plan, if the dispatcher would only find them, or autograd before them: no subclass, wrapper, mode, trace,
-    forward derivative or profiler wants to see the operator. Asking takes 3 us, the dispatcher 8."""
+    forward derivative or profiler wants to see the operator. Asking takes 3 us, the dispatcher 8. A forward gives v for do."""
     if (
         torch.compiler.is_compiling()
+        or not type(q) is type(k) is type(v) is type(do) is Tensor
+        or _thread_keys().raw_repr() & _OTHER_KEYS
+        or torch._C._is_torch_function_mode_enabled()
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
-        or has_torch_function((q, k, v, do))  # modes too
+        or (q.is_neg() or k.is_neg() or v.is_neg() or do.is_neg())
+        or (q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor() or do._is_zerotensor())
     ):
         return None
-    try:
-        bits = _thread_keys().raw_repr() | _keys(q).raw_repr() | _keys(k).raw_repr() | _keys(v).raw_repr()
-        if do is not None:
-            bits |= _keys(do).raw_repr()
-    except TypeError:  # no tensor, which the checks behind tell
-        return None
-    return None if bits & ~_ORDINARY_KEYS else _plan(kind, q.shape, v.shape, q.dtype, q.device)
+    return _plan(kind, q.shape, v.shape, q.dtype, q.device)
 
 
 def _asked_for(ctx, gradients: Gradients) -> tuple[Tensor | None, ...]:
