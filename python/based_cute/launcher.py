@@ -244,12 +244,10 @@ def _plain_scale(caller: str, scale: float | None) -> float | None:
     return float(scale)
 
 
-def _resolved_scale(caller: str, scale: float | None, key_dim: int) -> float:
-    """The number to multiply by. Raises ValueError unless finite: at run time, when a compiled scale has its value."""
-    scale = reference.default_scale(scale, key_dim)
-    if not math.isfinite(scale):
+def _check_finite(caller: str, scale: float | None) -> None:
+    """Raise ValueError unless it is, or None: at run time, when a compiled scale has its value."""
+    if scale is not None and not math.isfinite(scale):
         raise ValueError(f"{caller}: got scale={scale}, need a finite number, or None for K ** -0.5")
-    return scale
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -502,7 +500,7 @@ def _empty_gradients(q: Tensor, v: Tensor) -> Gradients:
 
 def _run_forward_reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """The reference's chunked forward; autocast, which would run its products in 16 bits, is off inside."""
-    scale = _resolved_scale("based_attention", scale, q.shape[-1])
+    _check_finite("based_attention", scale)
     with torch.autocast(q.device.type, enabled=False):
         o, r = reference.chunked_forward(q, k, v, scale, dtype=_compute_dtype(q))
     return o.to(q.dtype), r.to(torch.float32)
@@ -510,7 +508,7 @@ def _run_forward_reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None)
 
 def _run_reference(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> Gradients:
     """The reference's chunked scans, without autocast too."""
-    scale = _resolved_scale("based_backward", scale, q.shape[-1])
+    _check_finite("based_backward", scale)
     with torch.autocast(q.device.type, enabled=False):
         gradients = reference.chunked_backward(q, k, v, do, scale, dtype=_compute_dtype(q))
     return tuple(x.to(q.dtype) for x in gradients)
@@ -537,8 +535,8 @@ class _Plan(NamedTuple):
     (24 KB at V = 128) for each 4096 tokens or part of them."""
 
     caller: str
-    device: torch.device
-    key_dim: int
+    device: int
+    scale: float  # unless one is given
     made: tuple[Layout, ...]  # the outputs, then the scratch, as bf16: so compiled functions know one dtype but for r
     launch: Callable
     cut: tuple[int, ...]
@@ -549,10 +547,12 @@ class _Plan(NamedTuple):
         that is not finite.
 
         The compiled function asks all that the checks ask, in less time, and how rows lie in memory: first it is called."""
-        if torch.cuda.current_device() != self.device.index:
+        if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.run(tensors, scale)
-        scale = _resolved_scale(self.caller, scale, self.key_dim)
+        _check_finite(self.caller, scale)
+        if scale is None:
+            scale = self.scale
         *outputs, scratch = [_empty_strided(*layout) for layout in self.made]
         if self.lowered:
             scratch[-2 * self.lowered :].zero_()
@@ -587,8 +587,8 @@ def _plan(kind: str, keys: torch.Size, values: torch.Size, dtype: torch.dtype, d
         words, lowered = max(flags_at + cut.flags, 1), cut.flags if cut.hands_on == HandsOn.STATE else 0
     return _Plan(
         caller={"forward": "based_attention", "backward": "based_backward"}[kind],
-        device=device,
-        key_dim=key_dim,
+        device=device.index,
+        scale=reference.default_scale(None, key_dim),
         made=(*_outputs(kind, keys, values), ((2 * words,), (1,), torch.bfloat16)),
         launch=_operation(config.Operation(kind, key_dim, value_dim, way)),
         cut=(*cut._replace(hands_on=int(cut.hands_on)), states_at, flags_at),
