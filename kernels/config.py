@@ -23,14 +23,14 @@ STATE_SUM = "state_sum"
 SWEEP = ("sweep_state", "sweep")
 PASSES = (*SCANS, *STATES, STATE_SUM, *SWEEP)
 # What a call runs, in order: the scans; before each scan the passes that compute the states at the cuts; without cuts both
-# scans of a backward in one kernel, and at K = 8 one sweep in their place.
+# scans of a backward in one kernel, and at K = 8 a sweep in their place, with the pass before it.
 OPERATIONS = {
     "forward": {"scans": ("output",), "summed": ("output_state", STATE_SUM, "output")},
     "backward": {
         "scans": ("forward_scan", "reverse_scan"),
         "summed": ("forward_state", STATE_SUM, "forward_scan", "reverse_state", STATE_SUM, "reverse_scan"),
         "whole": (("forward_scan", "reverse_scan"),),
-        "swept": SWEEP,
+        "swept": (SWEEP,),
     },
 }
 
@@ -184,13 +184,13 @@ def _state_rows(scan: str) -> tuple[ScanConfig, ...]:
 
 
 def _sweep_rows(value_dim: int) -> tuple[ScanConfig, ...]:
-    """The rows of a sweep and of the pass before it. Its state takes S, dS and what a chunk adds: 48 registers each, or 24."""
+    """The rows of a sweep and of the pass before it, in the same kernel. The state takes S, dS and what a chunk adds: 48
+    registers each, or 24."""
     split = {"producer_registers": 40, "state_registers": 152, "token_registers": 160}
     tiles = {"stages": 3, "feature_tiles": 3, "causal_block": CHUNK}
     slower = "shared memory is full at V = 128; blocks of 32 rows made an early build 20% slower"
-    summing = SUMMING | {"producer_registers": 40, "state_registers": 200}
     return (
-        ScanConfig("sweep_state", 8, value_dim, **summing, origin="as the passes that sum states"),
+        ScanConfig("sweep_state", 8, value_dim, **SUMMING | split, origin="as the passes that sum states; registers of the sweep"),
         ScanConfig("sweep", 8, value_dim, **tiles, **split, origin=slower),
     )
 

@@ -207,15 +207,16 @@ def test_faults_show(monkeypatch, poisoned_memory, name, late, seen):
     assert (not run_output(200, late) <= accuracy.OUTPUT_LIMIT) == seen
 
 
+@pytest.mark.parametrize("key_dim", [8, 16])
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_a_warp_that_does_not_meet_the_others_between_two_passes_shows(monkeypatch, late):
+def test_a_warp_that_does_not_meet_the_others_between_two_passes_shows(monkeypatch, late, key_dim):
     """The loading warp without its barrier."""
     intact = compiled.compiled_program
     monkeypatch.setattr(compiled, "compiled_program", lambda *rows: without(intact(*rows), "bar.sync", 1))
     launch_on_cpu(monkeypatch, functools.partial(emulated, late=late))
     cut_by(monkeypatch, uncut)
     with pytest.raises(AssertionError):
-        launched("backward", accuracy.make_inputs((1, 130, 1, 16, 64), "cpu"))
+        launched("backward", accuracy.make_inputs((1, 130, 1, key_dim, 64), "cpu"))
 
 
 @pytest.mark.parametrize(
