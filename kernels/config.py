@@ -189,8 +189,9 @@ def _sweep_rows(value_dim: int) -> tuple[ScanConfig, ...]:
     split = {"producer_registers": 40, "state_registers": 152, "token_registers": 160}
     tiles = {"stages": 3, "feature_tiles": 3, "causal_block": CHUNK}
     slower = "shared memory is full at V = 128; blocks of 32 rows made an early build 20% slower"
+    like = "as the passes that sum states; registers of the sweep"
     return (
-        ScanConfig("sweep_state", 8, value_dim, **SUMMING | split, origin="as the passes that sum states; registers of the sweep"),
+        ScanConfig("sweep_state", 8, value_dim, **SUMMING | split, origin=like),
         ScanConfig("sweep", 8, value_dim, **tiles, **split, origin=slower),
     )
 

@@ -1,8 +1,8 @@
 """One kernel: its launch, and the roles of a CTA's warps in the passes that it takes.
 
-Most kernels are one pass. Where sequences are not cut, each by one CTA, a backward is one kernel of two passes, both scans or, at
-K = 8, a sweep behind the pass that it starts from: what the second reads of a sequence is there when it begins, and no other CTA
-is waited for. Two passes share the memory and the registers of a CTA, and all its warps meet in between:
+Most kernels are one pass. Where sequences are not cut, each by one CTA, a backward is one kernel of two passes, both scans or,
+at K = 8, a sweep behind the pass that it starts from: what the second reads of a sequence is there when it begins, and no other
+CTA is waited for. Two passes share the memory and the registers of a CTA, and all its warps meet in between:
 
     warp 0          pass 1: load     |     pass 2: load
     warps 1..3      pass 1: help     |     pass 2: help

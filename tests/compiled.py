@@ -209,8 +209,8 @@ def stored_by_warps(row: config.ScanConfig, name: str) -> bool:
 
 
 def tensor_map(row: config.ScanConfig, name: str, tensor: Tensor) -> ptx_machine.TensorMap:
-    """The box that a kernel, whose last pass is `row`, copies of a tensor: (B, T, H, D) bf16 by 64 or 16 tokens, or (B, H, T, 2)
-    fp32 by 64 pairs."""
+    """The box that a kernel, whose last pass is `row`, copies of a tensor: (B, T, H, D) bf16 by 64 or 16 tokens, or
+    (B, H, T, 2) fp32 by 64 pairs."""
     if name == "rh":
         return ptx_machine.TensorMap(tensor.flatten(2).numpy(), 1, 2 * config.CHUNK)
     array = tensor.view(torch.int16).numpy().view(np.uint16).transpose(0, 2, 1, 3)

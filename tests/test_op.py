@@ -586,13 +586,34 @@ def inference_tensor(x):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("known", [False, True], ids=["first", "behind an ordinary one"])
 @pytest.mark.parametrize("case", [*ORDINARY, *SEEN])
-def test_only_ordinary_calls_go_past_the_dispatcher(monkeypatch, inputs, case):
+def test_only_ordinary_calls_go_past_the_dispatcher(monkeypatch, inputs, case, known):
     monkeypatch.setattr(launcher, "_plan", lambda *kind: "a plan")
+    monkeypatch.setattr(launcher, "_last_plain", {})
     q, k, v, do = inputs
+    if known:
+        assert launcher._plan_past_dispatcher("backward", *inputs) == "a plan" and "backward" in launcher._last_plain
     found = []
     (ORDINARY | SEEN)[case](lambda x: found.append(launcher._plan_past_dispatcher("backward", q, x, v, do)), k)
     assert found and set(found) == {"a plan" if case in ORDINARY else None}
+
+
+def test_one_tensor_in_two_places_goes_past_the_dispatcher(monkeypatch, inputs):
+    monkeypatch.setattr(launcher, "_plan", lambda *kind: "a plan")
+    q, _, v, _ = inputs
+    assert [launcher._plan_past_dispatcher("backward", q, q, v, v) for _ in range(2)] == ["a plan"] * 2
+
+
+def test_tensors_like_the_last_plain_ones_are_not_asked_again(monkeypatch, inputs):
+    """Whatever their sizes and strides, as long as the thread has no other keys."""
+    monkeypatch.setattr(launcher, "_plan", lambda *kind: "a plan")
+    monkeypatch.setattr(launcher, "_last_plain", {})
+    assert launcher._plan_past_dispatcher("backward", *inputs) == "a plan"
+    asked = []
+    monkeypatch.setattr(launcher, "_plain", lambda *tensors: asked.append(tensors))
+    assert launcher._plan_past_dispatcher("backward", *(x[:, :5].transpose(1, 2) for x in inputs)) == "a plan" and not asked
+    assert launcher._plan_past_dispatcher("backward", *(x.double() for x in inputs)) is None and len(asked) == 1
 
 
 @pytest.mark.parametrize("backend", ["auto", "cute"])
