@@ -160,8 +160,8 @@ def sustained_ms(call: Callable, inputs: Sequence[tuple], seconds: float, burst_
 
 def host_microseconds(call: Callable, inputs: tuple) -> tuple[float, float]:
     """Host time of one call: dispatch, checks, allocation and launches, without waiting for the card. By medians of bursts: on
-    the quietest of the CPU cores that the process may use, and on the median one. A virtual core shares a physical one, on which
-    a busy neighbour makes the same calls take twice as long."""
+    the quietest of the CPU cores that the process may use, and on the median one. A virtual core shares a physical one, where a
+    busy neighbour makes the same calls take twice as long."""
     for _ in range(WARM_UP):
         call(*inputs)
     cores = os.sched_getaffinity(0)
@@ -473,8 +473,10 @@ def machine_sentence(record: Record) -> str:
 
 
 def host_sentence(record: Record) -> str:
-    """One "host_call" record; until the tenth session they were of whatever core the process was on."""
-    cores = f" on the quietest core, {record['us_of_median_core']:.0f} on the median one" if "us_of_median_core" in record else ""
+    """One "host_call" record; older ones are of whatever core the process was on."""
+    cores = ""
+    if "us_of_median_core" in record:
+        cores = f" on the quietest core, {record['us_of_median_core']:.0f} on the median one"
     return f"Host time of one call ({record['timed']}) at ({shape_text(record['shape'])}): {record['us']:.1f} us{cores}."
 
 
