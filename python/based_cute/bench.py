@@ -159,31 +159,30 @@ def sustained_ms(call: Callable, inputs: Sequence[tuple], seconds: float, burst_
 
 
 def host_microseconds(call: Callable, inputs: tuple) -> tuple[float, float]:
-    """Host time of one call: dispatch, checks, allocation and launches, without waiting for the card. By medians of bursts: on
-    the quietest of the CPU cores that the process may use, and on the median one. A virtual core shares a physical one, where a
-    busy neighbour makes the same calls take twice as long."""
+    """Host time of one call: dispatch, checks, allocation and launches, without waiting for the card. In the fastest of bursts
+    on every CPU core that the process may use, which is what the code takes, and in the median one: a virtual core shares a
+    physical one, where a busy neighbour makes the same calls take twice as long."""
     for _ in range(WARM_UP):
         call(*inputs)
-    cores = os.sched_getaffinity(0)
+    cores, bursts = os.sched_getaffinity(0), []
     try:
-        medians = [burst_microseconds(call, inputs, core) for core in sorted(cores)]
+        for core in sorted(cores):
+            os.sched_setaffinity(0, {core})
+            bursts += [burst_microseconds(call, inputs) for _ in range(HOST_BURSTS)]
     finally:
         os.sched_setaffinity(0, cores)
-    return min(medians), statistics.median(medians)
+    return min(bursts), statistics.median(bursts)
 
 
-def burst_microseconds(call: Callable, inputs: tuple, core: int) -> float:
-    """The same on one core, to which this thread is then bound."""
-    os.sched_setaffinity(0, {core})
-    bursts = []
-    for _ in range(HOST_BURSTS):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            call(*inputs)
-        bursts.append(time.perf_counter() - begin)
+def burst_microseconds(call: Callable, inputs: tuple) -> float:
+    """Of a call, in one burst."""
     torch.cuda.synchronize()
-    return 1e6 * statistics.median(bursts) / HOST_CALLS
+    begin = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call(*inputs)
+    microseconds = 1e6 * (time.perf_counter() - begin) / HOST_CALLS
+    torch.cuda.synchronize()
+    return microseconds
 
 
 def version_of(distribution: str) -> str:
@@ -253,8 +252,8 @@ class Bench:
         shape = (1, 64, 1, key_dim, value_dim)
         call, arguments = own_call(op, self.backend)
         inputs = accuracy.make_inputs(shape, self.device, self.seed)[:arguments]
-        quietest, median = host_microseconds(call, inputs)
-        return self.record(shape, "host_call", timed=op, us=quietest, us_of_median_core=median)
+        fastest, median = host_microseconds(call, inputs)
+        return self.record(shape, "host_call", timed=op, us=fastest, us_median=median)
 
     def baseline(self, shape: Shape, system: str, op: str = "backward") -> Record:
         """Time an op of another system. What it raises is recorded as a sentence, never as a number."""
@@ -473,11 +472,9 @@ def machine_sentence(record: Record) -> str:
 
 
 def host_sentence(record: Record) -> str:
-    """One "host_call" record; older ones are of whatever core the process was on."""
-    cores = ""
-    if "us_of_median_core" in record:
-        cores = f" on the quietest core, {record['us_of_median_core']:.0f} on the median one"
-    return f"Host time of one call ({record['timed']}) at ({shape_text(record['shape'])}): {record['us']:.1f} us{cores}."
+    """One "host_call" record; older ones have a mean alone."""
+    median = f" in the fastest burst, {record['us_median']:.0f} in the median one" if "us_median" in record else ""
+    return f"Host time of one call ({record['timed']}) at ({shape_text(record['shape'])}): {record['us']:.1f} us{median}."
 
 
 def baseline_sentence(record: Record) -> str:
