@@ -85,6 +85,16 @@ def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_di
     assert equal(results(inputs), expected)
 
 
+@pytest.mark.parametrize("value_dim", [64, 128])
+def test_sweep_of_more_chunks_than_its_rings_hold(machine, monkeypatch, value_dim):
+    """Both passes come round their stages, and the first its feature tiles."""
+    rounds = max(config.find(scan, 8, value_dim).stages for scan in config.SWEEP) + 2
+    cut_by(monkeypatch, uncut)
+    inputs = accuracy.make_inputs((1, 64 * rounds - 5, 1, 8, value_dim), "cpu")
+    gradients = launched("backward", inputs)
+    assert max(accuracy.measure_errors(gradients, accuracy.gold_gradients(*inputs))) <= accuracy.NORMAL_INPUT_LIMIT
+
+
 def test_sweep_over_checkpoints(machine, monkeypatch):
     """One state in the middle of the sequence, one at its end."""
     cut_by(monkeypatch, uncut)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -603,6 +604,15 @@ def test_one_tensor_in_two_places_goes_past_the_dispatcher(monkeypatch, inputs):
     monkeypatch.setattr(launcher, "_plan", lambda *kind: "a plan")
     q, _, v, _ = inputs
     assert [launcher._plan_past_dispatcher("backward", q, q, v, v) for _ in range(2)] == ["a plan"] * 2
+
+
+def test_asking_keeps_no_tensor_alive(monkeypatch):
+    monkeypatch.setattr(launcher, "_plan", lambda *kind: "a plan")
+    tensors = list(accuracy.make_inputs((1, 5, 2, 8, 64), "cpu"))
+    alive = [weakref.ref(x) for x in tensors]
+    assert launcher._plan_past_dispatcher("backward", *tensors) == "a plan"
+    tensors.clear()
+    assert [x() for x in alive] == [None] * 4
 
 
 def test_tensors_like_the_last_plain_ones_are_not_asked_again(monkeypatch, inputs):
