@@ -18,6 +18,7 @@ from based_cute.kernels.schedule import HandsOn, Schedule
 pytest.importorskip("cutlass", reason="the DSL has no wheel for this platform")
 
 from compiled import (  # noqa: E402  (it imports nothing of the DSL, but compiles with it)
+    KERNELS,
     compile_report,
     compiled_program,
     control_program,
@@ -28,7 +29,6 @@ from compiled import (  # noqa: E402  (it imports nothing of the DSL, but compil
 )
 
 TENSOR_CORE = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "mbarrier")
-KERNELS = {kernel: None for operation in config.all_operations() for kernel in operation.kernels}  # in order, each once
 
 
 def title(rows) -> str:
