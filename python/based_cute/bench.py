@@ -35,7 +35,7 @@ CHUNK = 64  # the chunk that both the canonical FLOPs and the floor's chunk-quad
 CALLS = 30
 WARM_UP = 3
 REST = 0.5  # seconds before a burst: the card throttles on power, and a check or a sustained run has just loaded it
-HOST_CALLS = 100  # three launches each at most: below the depth of the launch queue, so the host never waits for the card
+HOST_CALLS = 100  # two launches each at most: below the depth of the launch queue, so the host never waits for the card
 HOST_BURSTS = 10  # on each CPU core
 L2_MULTIPLE = 3
 COPY_BYTES = 4 << 30
@@ -164,14 +164,23 @@ def host_microseconds(call: Callable, inputs: tuple) -> tuple[float, float]:
     physical one, where a busy neighbour makes the same calls take twice as long."""
     for _ in range(WARM_UP):
         call(*inputs)
-    cores, bursts = os.sched_getaffinity(0), []
+    bursts = [burst_microseconds(call, inputs) for _ in on_every_core() for _ in range(HOST_BURSTS)]
+    return min(bursts), statistics.median(bursts)
+
+
+def on_every_core() -> Iterator[None]:
+    """Once for each CPU core that the process may use, with this thread bound to it; once where threads cannot be bound, as on
+    macOS and Windows."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
     try:
         for core in sorted(cores):
             os.sched_setaffinity(0, {core})
-            bursts += [burst_microseconds(call, inputs) for _ in range(HOST_BURSTS)]
+            yield
     finally:
         os.sched_setaffinity(0, cores)
-    return min(bursts), statistics.median(bursts)
 
 
 def burst_microseconds(call: Callable, inputs: tuple) -> float:
