@@ -468,23 +468,26 @@ def _plan_past_dispatcher(kind: str, *tensors: Tensor) -> "_Plan | None":
     if _dispatch_modes():  # guards do not see a fake one
         return None
     check = _last_plain.get(kind)
-    if (check is None or not check(*tensors)) and not _plain(kind, *tensors):
-        return None
+    if check is None or not check(*tensors):
+        if not _plain(*tensors):
+            return None
+        _last_plain[kind] = _alike(*tensors)
     q, _, v, *_ = tensors
     return _plan(kind, q.shape, v.shape, q.dtype, q.device)
 
 
-def _plain(kind: str, *tensors: Tensor) -> bool:
-    """Whether the dispatcher has nothing to do for these tensors in this thread. What it has depends on their keys and the
-    thread's, which dynamo's guards compare in one call, in a fifth of the time: the next tensors are like these, mostly. Guards
-    want each tensor to be another, so this is asked of every call that gives one twice."""
+def _plain(*tensors: Tensor) -> bool:
+    """Whether the dispatcher has nothing to do for these tensors in this thread."""
     if any(type(x) is not Tensor for x in tensors) or _thread_keys().raw_repr() & _OTHER_KEYS:
         return False
-    if any(x.is_neg() or x._is_zerotensor() for x in tensors):
-        return False
+    return not any(x.is_neg() or x._is_zerotensor() for x in tensors)
+
+
+def _alike(*tensors: Tensor) -> Callable:
+    """Whether other tensors, in the thread that they come in, are plain if these are in this one: dynamo's guards compare all
+    keys in one call, in a fifth of the time. They want each tensor to be another: a call that gives one twice is not."""
     anything = [[None] * x.ndim for x in tensors]
-    _last_plain[kind] = _TensorGuards(*tensors, dynamic_dims_sizes=anything, dynamic_dims_strides=anything).check
-    return True
+    return _TensorGuards(*tensors, dynamic_dims_sizes=anything, dynamic_dims_strides=anything).check
 
 
 def _asked_for(ctx, gradients: Gradients) -> tuple[Tensor | None, ...]:
