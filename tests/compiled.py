@@ -223,19 +223,18 @@ class Heap:
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def stored_by_warps(row: config.ScanConfig, name: str) -> bool:
-    """Whether the last pass of a kernel stores this tensor by the 16 rows of a warp, and not by chunks."""
-    return name == "o" or (row.scan, name) == ("sweep", "dv")
+def stored_by_warps(rows: Rows, name: str) -> bool:
+    """Whether the kernel, in its last pass, stores this tensor by the 16 rows of a warp, and not by chunks."""
+    return name == "o" or (rows[-1].scan, name) == ("sweep", "dv")
 
 
-def tensor_map(row: config.ScanConfig, name: str, tensor: Tensor) -> ptx_machine.TensorMap:
-    """The box that a kernel, whose last pass is `row`, copies of a tensor: (B, T, H, D) bf16 by 64 or 16 tokens, or
-    (B, H, T, 2) fp32 by 64 pairs."""
+def tensor_map(rows: Rows, name: str, tensor: Tensor) -> ptx_machine.TensorMap:
+    """The box that a kernel copies of a tensor: (B, T, H, D) bf16 by 64 or 16 tokens, or (B, H, T, 2) fp32 by 64 pairs."""
     if name == "rh":
         return ptx_machine.TensorMap(tensor.flatten(2).numpy(), 1, 2 * config.CHUNK)
     array = tensor.view(torch.int16).numpy().view(np.uint16).transpose(0, 2, 1, 3)
-    rows = 16 if stored_by_warps(row, name) else config.CHUNK
-    return ptx_machine.TensorMap(array, rows, 16 if name in ("q", "k") else 64)
+    tokens = 16 if stored_by_warps(rows, name) else config.CHUNK
+    return ptx_machine.TensorMap(array, tokens, 16 if name in ("q", "k") else 64)
 
 
 def run_kernel(
@@ -252,11 +251,11 @@ def run_kernel(
     for position, name in zip(structs, [name for row in rows for name in STRUCTS.get(row.scan, ())], strict=True):
         strides = tensors[name].stride()
         parameters[position] = {0: heap.add(tensors[name])} | {24 + 8 * i: step for i, step in enumerate(strides[:3])}
-    maps = {position: tensor_map(rows[-1], name, tensors[name]) for position, name in descriptors_of(rows).items()}
+    maps = {position: tensor_map(rows, name, tensors[name]) for position, name in descriptors_of(rows).items()}
     machine = ptx_machine.Machine(program, rows[0].threads, parameters, maps, heap.end, late)
     for position, name in descriptors_of(rows).items():
         if any(name in STRUCTS.get(row.scan, ()) for row in rows[:-1]):  # what an earlier pass of the kernel writes
-            maps[position] = tensor_map(rows[-1], name, heap.part(machine, tensors[name]))
+            maps[position] = tensor_map(rows, name, heap.part(machine, tensors[name]))
     machine.shared_bytes = max(row.shared_memory for row in rows)
     machine.settled = {position for position, name in descriptors_of(rows).items() if name in settled(rows, plan)}
     handed_on = plan.hands_on == HandsOn.STATE

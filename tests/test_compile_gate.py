@@ -136,7 +136,7 @@ def copies_of(rows, places) -> Counter:
     """The bulk copies of chunks (batch, head, chunk), but for what is stored by warps."""
     expected = Counter()
     for descriptor, name in descriptors_of(rows).items():
-        for batch, head, chunk in () if stored_by_warps(rows[-1], name) else places:
+        for batch, head, chunk in () if stored_by_warps(rows, name) else places:
             columns = range(0, rows[0].value_dim if name in ("v", "do", "dv") else 1, 64)
             boxes = [(column, 64 * chunk, head, batch) for column in columns]
             if name == "rh":

@@ -85,20 +85,20 @@ def test_chained_scans_are_bitwise_equal(machine, monkeypatch, key_dim, value_di
     assert equal(results(inputs), expected)
 
 
-@pytest.mark.parametrize("value_dim", [64, 128])
-def test_sweep_of_more_chunks_than_its_rings_hold(machine, monkeypatch, value_dim):
-    """Both passes come round their stages, and the first its feature tiles."""
-    rounds = max(config.find(scan, 8, value_dim).stages for scan in config.SWEEP) + 2
-    cut_by(monkeypatch, uncut)
-    inputs = accuracy.make_inputs((1, 64 * rounds - 5, 1, 8, value_dim), "cpu")
-    gradients = launched("backward", inputs)
-    assert max(accuracy.measure_errors(gradients, accuracy.gold_gradients(*inputs))) <= accuracy.NORMAL_INPUT_LIMIT
+RINGS = max(config.find(scan, 8, value_dim).stages for scan in config.SWEEP for value_dim in (64, 128))
 
 
-def test_sweep_over_checkpoints(machine, monkeypatch):
-    """One state in the middle of the sequence, one at its end."""
+@pytest.mark.parametrize(
+    ("value_dim", "length"),
+    [
+        (64, 64 * (RINGS + 2) - 5),  # both passes come round their stages, and the first its feature tiles
+        (128, 64 * (RINGS + 2) - 5),
+        (64, 64 * config.CHECKPOINT + 100),  # one state in the middle of the sequence, one at its end
+    ],
+)
+def test_sweep_of_many_chunks(machine, monkeypatch, value_dim, length):
     cut_by(monkeypatch, uncut)
-    inputs = accuracy.make_inputs((1, 64 * config.CHECKPOINT + 100, 1, 8, 64), "cpu")
+    inputs = accuracy.make_inputs((1, length, 1, 8, value_dim), "cpu")
     gradients = launched("backward", inputs)
     assert max(accuracy.measure_errors(gradients, accuracy.gold_gradients(*inputs))) <= accuracy.NORMAL_INPUT_LIMIT
 
